@@ -11,7 +11,7 @@ import msgspec
 import typer
 import typer.core
 
-from symbiosis import __version__
+from symbiosis.build import build
 from symbiosis.config import default_endpoints, load_as, load_options
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.memory import look_seldom
@@ -37,7 +37,7 @@ executor_app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False
 
 def _say_version(asked: bool) -> None:
     if asked:
-        typer.echo(__version__)
+        typer.echo(build())
         raise typer.Exit
 
 
@@ -397,8 +397,8 @@ def audit(
 
 @app.command(cls=InLines)
 def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
+    """Print the version, with the commit that it was made of."""
+    typer.echo(build())
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
-from symbiosis.errors import CallError, Code, ConfigError, ProtocolError
+from symbiosis.errors import CallError, Code, ConfigError
 
 SCHEMES = ("inproc", "local", "tcp")
 CLUSTERS = "clusters"  # the folder of all clusters of a user
@@ -60,7 +60,7 @@ def of_rank(url: str, rank: int, here: int = 0, hosts: Sequence[str] = ()) -> st
     if rank == here:  # its port may be one that is still to be chosen
         return f"tcp://{host}:{port}{mark}{query}"
     if not 0 < (at := int(port) + rank - here) <= LAST_PORT:
-        raise ProtocolError(Code.BAD_FRAME, f"{url} names ranks of which one would answer at port {at}: there is none")
+        raise ConfigError(f"{url}: rank {rank} of the service would answer at port {at}, and there is none")
     return f"tcp://{host}:{at}{mark}{query}"
 
 

@@ -1,5 +1,5 @@
 """What processes take of their machine, for Prometheus: `process_resident_memory_bytes`, `process_open_fds` and the others that its client
-libraries have for every program, and what the machine has left."""
+libraries have for every program, what the machine has left, and which build they are."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -8,7 +8,9 @@ from pathlib import Path
 from prometheus_client import ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from symbiosis.build import labels
 from symbiosis.memory import free_memory, whole_memory
+from symbiosis.protocol import VERSION
 
 
 def process_figures(others: Mapping[str, int] | None = None) -> Iterator[Metric]:
@@ -18,6 +20,10 @@ def process_figures(others: Mapping[str, int] | None = None) -> Iterator[Metric]
         others: Processes that have no page of their own, by their names. Then all figures have the label `process`, which is `http` for
             this process itself.
     """
+    about = labels(VERSION)
+    this = GaugeMetricFamily("symbiosis_build_info", "1: which build this is.", labels=list(about))
+    this.add_metric(list(about.values()), 1)
+    yield this
     yield GaugeMetricFamily("symbiosis_memory_bytes", "Memory of the machine, or of its cgroup.", value=whole_memory())
     yield GaugeMetricFamily("symbiosis_memory_free_bytes", "... that a new process could have.", value=free_memory())
     if others is None:

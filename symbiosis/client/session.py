@@ -37,6 +37,7 @@ from symbiosis.client.requests import (
 from symbiosis.errors import CallError, CallNotTaken, CaptureError, ConnectionLost
 from symbiosis.kernels import with_triton
 from symbiosis.protocol import Call, Hello, Layer, Op, Priority, View, shape_of_reply
+from symbiosis.transport.cuda.driver import device_name
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class Session(Reconnecting):
 
     @torch.inference_mode(False)  # as for `_connect`
     def _open_line(self, device: torch.device) -> "DeviceLine | None":
-        name = str(torch.cuda.get_device_properties(device).uuid)
+        name = device_name(device)
         welcome = self._connected().welcome
         if not self.stays:
             self.endpoint = beside(welcome, self.endpoint, self.endpoints, name)

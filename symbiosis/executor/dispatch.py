@@ -12,6 +12,7 @@ from typing import BinaryIO
 from msgspec.structs import replace
 from torch import Tensor
 
+from symbiosis.build import build
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.account import BUSY_S, ServedSession, busy
@@ -34,6 +35,7 @@ from symbiosis.protocol import Call, Hello, Op, Priority, Welcome
 from symbiosis.security.keys import Keyring
 from symbiosis.transport import Peer
 from symbiosis.transport.base import Advice, Direct, GpuPeer, Prepared, RoundWords, Tokens, refuse
+from symbiosis.transport.cuda.driver import device_name
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, bytes_tensor, check_ends, empty
 
 TOLD_S = 0.5  # at most between two reports of a client that multiplies by mapped weights
@@ -73,6 +75,7 @@ class Dispatch:
             attempt,
         )
         self.gpu, self.device, self.stream = self.engine.gpu, self.engine.device, self.engine.gpu.stream
+        self._gpu_name = device_name(self.device) if self.device.type == "cuda" else ""
         self.cohort = Cohort(batcher, self.gpu.join, outcomes.went_together, self._enqueue)
         self.background = Background(options.train_share)
         self._advisor = Advisor(batcher.rules.policy.joins, self.device.type == "cuda" and options.train_share < 1)
@@ -108,6 +111,7 @@ class Dispatch:
             rank=store.rank, ranks=store.ranks, shard=options.shard if store.ranks > 1 else "",
             spread_rows=options.spread_rows, shares=options.all_shares if store.ranks > 1 else (), gpus=store.on_gpus.names if store.on_gpus else (),
             hosts=options.host_of_each, begins=dict(store.on_gpus.begins) if store.on_gpus and options.spread_rows else {},
+            build=build(), gpu=self._gpu_name,
         )  # fmt: skip
 
     def heard(self, peer: Peer) -> None:

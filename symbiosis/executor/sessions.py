@@ -4,13 +4,14 @@ import itertools
 from collections.abc import Iterator
 from time import monotonic
 
+from symbiosis.build import build
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.account import Account, BytePool, ServedSession, half_of_memory
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.observe.join_log import JoinLog, name_of
 from symbiosis.executor.observe.snapshot import Usage
-from symbiosis.protocol import VERSION, Hello
+from symbiosis.protocol import VERSION, Hello, differ
 from symbiosis.transport import Peer
 
 MOST_OBSERVERS = 16  # applies without keys; a tenant's observers are sessions like others
@@ -79,8 +80,7 @@ class Sessions(dict[int, ServedSession]):
         if hello.version != VERSION:
             raise CallError(
                 Code.BAD_VERSION,
-                f"this executor speaks protocol version {VERSION}, the client {hello.version}: "
-                "install the same release of symbiosis on both sides",
+                differ(hello.build, build(), (hello.version, VERSION)),
             )
         if self.closed:
             raise CallError(Code.DRAINING, "this executor is shutting down: try again, or use another one")

@@ -68,6 +68,7 @@ from symbiosis.protocol.messages import (
     Welcome,
     decode_from_client,
     decode_from_executor,
+    differ,
     encode_control,
 )
 from symbiosis.protocol.ops import (
@@ -149,6 +150,7 @@ __all__ = [
     "decode_from_client",
     "decode_from_executor",
     "decode_reply",
+    "differ",
     "encode_call",
     "encode_control",
     "encode_reply",

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from symbiosis.build import build
 from symbiosis.errors import Code, ProtocolError
 from symbiosis.protocol.ops import DTYPES, ITEMSIZE, MAX_DIM, MAX_GROUP, SEED_BYTES, Op, Priority
 
-VERSION = 13
+VERSION = 14  # rises with what goes over the wire: tests/inproc/test_wire.py
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 LONGEST_TEXT = 1024  # bytes of a refusal's text
@@ -244,6 +245,6 @@ def _number(raw: bytes, expected: bytes) -> int:
     if version != VERSION:
         raise ProtocolError(
             Code.BAD_VERSION,
-            f"the peer speaks protocol version {version}, this side {VERSION}: install the same release on both sides",
+            f"the peer speaks protocol version {version}, this side {VERSION} (symbiosis {build()}): install the same release on both sides",
         )
     return int(seq)

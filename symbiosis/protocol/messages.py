@@ -4,15 +4,18 @@ Every text, list and number of bytes is bounded, and unknown fields are refused 
 may hold fields of another release: through these, programs of different releases find out that they differ.
 """
 
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from symbiosis.build import build
 from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.protocol.headers import BODY_SIZE, LONGEST_TEXT, VERSION, Call
 from symbiosis.protocol.ops import MAX_DIM, MAX_GROUP, Op, Priority
+from symbiosis.text import shown
 
 Word = Annotated[str, Meta(max_length=128)]
 LONGEST_NAME = 512  # characters
@@ -75,7 +78,7 @@ class Limits(Closed, frozen=True):
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """A client asks to join. `fingerprint` is that of the model it joined before, if it comes back. `device` is the GPU (by its UUID)
-    whose stream will make the calls, or whose rows go by NCCL of version `nccl`."""
+    whose stream will make the calls, or whose rows go by NCCL of version `nccl`. `build` is the client's."""
 
     version: int = VERSION
     client: Word = ""
@@ -84,12 +87,14 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     observer: bool = False
     device: Word | None = None
     nccl: int = 0
+    build: Word = ""
 
 
 class Welcome(Closed, frozen=True, tag="welcome"):
     """The executor accepts, and says what it serves, under which limits, for which bits of `integers`, who operates it, and whether it
     shares its weights with clients that can map them. It is one `rank` of a service of so many `ranks`, which
-    share the model as `shard` says; `begins` tells with which output the part of each rank begins, by layer. With NCCL, the client sends the headers of its calls to `port`, beginning with `token` and where to meet it."""
+    share the model as `shard` says; `begins` tells with which output the part of each rank begins, by layer. With NCCL, the client sends the headers of its calls to `port`, beginning with `token` and where to meet it. `build` is the executor's, `gpu` the UUID of the one GPU
+    that it computes on."""
 
     session: int
     fingerprint: Word
@@ -114,6 +119,8 @@ class Welcome(Closed, frozen=True, tag="welcome"):
     gpus: Annotated[tuple[Name, ...], Meta(max_length=MOST_RANKS)] = ()
     hosts: Annotated[tuple[Name, ...], Meta(max_length=MOST_RANKS)] = ()
     begins: Annotated[dict[int, Annotated[tuple[int, ...], Meta(max_length=MOST_RANKS)]], Meta(max_length=1 << 17)] = {}
+    build: Word = ""
+    gpu: Word = ""
 
     @property
     def is_part(self) -> bool:
@@ -266,7 +273,35 @@ def decode_from_executor(raw: bytes | memoryview) -> FromExecutor:
     try:
         return _of_executor.decode(raw)
     except (ValueError, RecursionError) as error:
+        _must_be_alike(raw)
         raise _no_message(error) from None
+
+
+class _Sent(msgspec.Struct):
+    """What a message of any release tells of it."""
+
+    type: str = ""
+    build: Word = ""
+
+
+def _must_be_alike(raw: bytes | memoryview) -> None:
+    """Raise `ProtocolError` if these bytes are the welcome of an executor of another build."""
+    with suppress(ValueError, RecursionError):
+        sent = msgspec.msgpack.decode(raw, type=_Sent)
+        if sent.type == "welcome" and sent.build != build():
+            raise ProtocolError(Code.BAD_VERSION, differ(build(), sent.build))
+
+
+def differ(client: str, executor: str, protocols: tuple[int, int] | None = None) -> str:
+    """Say that a client and an executor do not understand each other, which builds they are, and which protocols they speak.
+
+    >>> differ("0.2.0", "", (15, 14))
+    'the client is symbiosis 0.2.0 (protocol 15), the executor another release (protocol 14): install the same release on both sides'
+    """
+    known = [f"symbiosis {shown(one)}" if one else "another release" for one in (client, executor)]
+    if protocols is not None:
+        known = [f"{one} (protocol {number})" for one, number in zip(known, protocols, strict=True)]
+    return f"the client is {known[0]}, the executor {known[1]}: install the same release on both sides"
 
 
 def _no_message(error: Exception) -> ProtocolError:

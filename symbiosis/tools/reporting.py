@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from symbiosis.build import build
+
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "numpy", "pyzmq", "msgspec")
 
 
@@ -79,19 +81,13 @@ class Report:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages on which results depend, and the kind of machine."""
-    found = {"python": platform.python_version(), "machine": platform.machine(), "symbiosis": _own_version()}
+    found = {"python": platform.python_version(), "machine": platform.machine(), "symbiosis": build()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "-"
     return found
-
-
-def _own_version() -> str:
-    from symbiosis import __version__
-
-    return __version__
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "") -> None:

@@ -13,6 +13,7 @@ from symbiosis.protocol import (
     LONGEST_TEXT,
     MOST_RANKS,
     SHORTEST_BEAT_S,
+    VERSION,
     Call,
     Hello,
     Layer,
@@ -34,10 +35,16 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
     """Return the executor's welcome, or raise if it is a refusal, no valid welcome, or of another model than the one that this client
     joined before."""
     if isinstance(answer, Refusal):
+        if answer.code == Code.BAD_VERSION and hello.build not in answer.message:  # of a release that does not tell
+            raise CallError.told(
+                answer.code, f"{answer.message} (the client is symbiosis {hello.build}, protocol {VERSION})"
+            )
         raise answer.error()
     if not isinstance(answer, Welcome):
         raise ProtocolError(Code.BAD_FRAME, f"{url} answers a join with a {type(answer).__name__}")
-    said = (answer.fingerprint, answer.model_class, answer.executor, answer.operator.strip())
+    said = (
+        answer.fingerprint, answer.model_class, answer.executor, answer.operator.strip(), answer.build, answer.gpu,
+    )  # fmt: skip
     for text in (*said, *(text for layer in answer.manifest for text in (layer.name, layer.dtype, layer.digest))):
         if not text.isprintable():
             raise ProtocolError(Code.BAD_FRAME, f"{url} names something {text[:64]!r}: that is not a name")

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 import symbiosis
 
 ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789abcdef" * 2 + "01234567"  # of which the wheel is made
+BUILD = f"{symbiosis.__version__}+g{COMMIT[:12]}"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -28,6 +31,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "symbiosis", source / "symbiosis", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
+    (source / ".git").mkdir()
+    (source / ".git" / "HEAD").write_text(COMMIT)
     code = "from setuptools import build_meta; import sys; build_meta.build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, built], cwd=source, check=True, capture_output=True, timeout=100)
     return next(built.glob("*.whl"))
@@ -102,7 +107,7 @@ def said(environment: Path, folder: Path, program: str, *arguments: str) -> str:
 
 def test_its_commands_run_where_it_is_installed(environment: Path, tmp_path: Path) -> None:
     for command in ("symbiosis", "symbiosis-executor"):
-        assert said(environment, tmp_path, command, "--version") == f"{symbiosis.__version__}\n"
+        assert said(environment, tmp_path, command, "--version") == f"{BUILD}\n"
     where = said(environment, tmp_path, "python", "-c", "import symbiosis; print(symbiosis.__file__)")
     assert Path(where).is_relative_to(environment)
 
@@ -145,3 +150,20 @@ def test_what_a_checkout_is_tested_with_is_what_is_required() -> None:
     foreign = imported - set(sys.stdlib_module_names) - {"symbiosis", "triton", "datasets", "torchvision"}
     found = {name for name in foreign if importlib.util.find_spec(name)}
     assert {names.get(name, name) for name in found} <= required
+
+
+def test_a_source_distribution_tells_of_its_commit_and_leaves_the_checkout_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "symbiosis").mkdir()
+    for name in ("__init__.py", "build.py", "commit.txt"):
+        shutil.copy(ROOT / "symbiosis" / name, tmp_path / "symbiosis")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_text(COMMIT)
+    code = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
+    command = [sys.executable, "-c", code, tmp_path / "dist"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=100)
+    with tarfile.open(next((tmp_path / "dist").glob("*.tar.gz"))) as packed:
+        (name,) = (each for each in packed.getnames() if each.endswith("symbiosis/commit.txt"))
+        assert packed.extractfile(name).read().decode().strip() == COMMIT  # type: ignore[union-attr]
+    assert (tmp_path / "symbiosis" / "commit.txt").read_text() == "$Format:%H$\n"

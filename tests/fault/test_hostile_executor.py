@@ -25,7 +25,7 @@ import symbiosis
 from symbiosis.client.connection.lifetime import beat_every
 from symbiosis.client.session import Session
 from symbiosis.endpoints import of_rank
-from symbiosis.errors import CallError, Code, ProtocolError, SymbiosisError, WrapError
+from symbiosis.errors import CallError, Code, ConfigError, ProtocolError, SymbiosisError, WrapError
 from symbiosis.executor.model.store import Store
 from symbiosis.protocol import (
     LONGEST_BEAT_S,
@@ -200,8 +200,9 @@ def test_a_client_connects_to_no_host_that_only_the_executor_names(join: str) ->
 
 @pytest.mark.parametrize(("rank", "port"), [(0, 65535), (1, 1)])
 def test_there_are_no_ranks_at_ports_that_do_not_exist(rank: int, port: int) -> None:
-    with pytest.raises(ProtocolError, match="there is none"):
+    with pytest.raises(ConfigError, match="there is none"):
         of_rank(f"tcp://127.0.0.1:{port}", 1 - rank, rank)
+    assert of_rank("tcp://127.0.0.1:0", rank, rank) == "tcp://127.0.0.1:0"
 
 
 def test_who_is_always_busy_costs_a_client_little() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import symbiosis
+from symbiosis.build import build
 from tests import processes
 
 MAIN = {
@@ -26,7 +27,7 @@ def run(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize("name", MAIN)
 def test_the_version(name: str) -> None:
     done = run(name, "--version")
-    assert (done.returncode, done.stdout.strip()) == (0, symbiosis.__version__)
+    assert (done.returncode, done.stdout.strip()) == (0, build())
 
 
 @pytest.mark.parametrize("name", MAIN)

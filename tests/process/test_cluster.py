@@ -21,6 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
+from symbiosis.build import build
 from symbiosis.clusters import executors_at
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
@@ -124,7 +125,7 @@ def test_it_answers_as_a_server_does(api: openai.OpenAI, running: Running) -> No
     assert "".join(c.text for e in events for c in e.choices) == wanted and events[-1].usage.completion_tokens == 40
     chat = api.chat.completions.create(model="python", messages=[{"role": "user", "content": "def f("}], max_tokens=8)
     assert chat.choices[0].message.content
-    assert web.get(f"{running.url}/version").json() == {"version": symbiosis.__version__}
+    assert web.get(f"{running.url}/version").json() == {"version": symbiosis.__version__, "build": build()}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import symbiosis
+from symbiosis.build import build
 from symbiosis.executor.model.store import Store
 from tests.conftest import tiny_llama
 from tests.processes import Client, Say, killed_at_the_end
@@ -85,4 +86,4 @@ def test_nothing_else_is_public() -> None:
 
 def test_the_command_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "symbiosis", "version"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == symbiosis.__version__
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == build()

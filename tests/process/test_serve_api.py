@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 import symbiosis
+from symbiosis.build import build
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
@@ -476,7 +477,7 @@ def test_no_torch_is_loaded_to_speak_http(api: Api) -> None:
 
 
 def test_version_health_and_page(api: Api) -> None:
-    assert web.get(f"{api.url}/version").json() == {"version": symbiosis.__version__}
+    assert web.get(f"{api.url}/version").json() == {"version": symbiosis.__version__, "build": build()}
     assert web.get(f"{api.url}/health").status_code == 200
     page = web.get(api.url)
     assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]

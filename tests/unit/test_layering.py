@@ -57,6 +57,7 @@ def ours(file: Path) -> set[str]:
 
 
 ROOT = {
+    "build",
     "cgroups",
     "choice",
     "clusters",
@@ -80,14 +81,15 @@ ALLOWED = {
     "logs": {"text"},
     "cgroups": set[str](),
     "memory": {"cgroups"},
-    "process_figures": {"memory"},
+    "process_figures": {"build", "memory", "protocol"},
     "errors": {"text"},
     "endpoints": {"errors"},
     "choice": set[str](),
     "names": set[str](),
     "procs": set[str](),
     "requirements": {"errors"},
-    "protocol": {"errors", "protocol"},
+    "build": {"__version__", "symbiosis"},
+    "protocol": {"build", "errors", "protocol", "text"},
     "config": {"endpoints", "errors", "protocol", "security"},
     "mps": {"config", "errors", "security"},
     "security": {"errors", "protocol", "security"},

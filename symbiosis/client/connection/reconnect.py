@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from symbiosis import transport
+from symbiosis.build import build
 from symbiosis.client import arguments
 from symbiosis.client.connection import named
 from symbiosis.client.connection.lifetime import beat_every, beat_from_now_on
@@ -288,7 +289,12 @@ class Reconnecting:
     def _hello(self, device: str | None = None) -> Hello:
         client = f"pid {os.getpid()}"
         return Hello(
-            client=client, priority=self.priority, fingerprint=self.fingerprint, observer=self.observer, device=device
+            client=client,
+            priority=self.priority,
+            fingerprint=self.fingerprint,
+            observer=self.observer,
+            device=device,
+            build=build(),
         )
 
     def _join_for(self, device: torch.device) -> None:

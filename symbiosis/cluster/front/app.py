@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from symbiosis import __version__
+from symbiosis.build import build
 from symbiosis.cluster.front import adapters
 from symbiosis.cluster.front.asked import Asked
 from symbiosis.cluster.front.relay import Relay
@@ -297,7 +298,7 @@ async def shown_page(front: Front, request: Request) -> ASGIApp:
 
 
 async def version(front: Front, request: Request) -> ASGIApp:
-    return _json({"version": __version__})
+    return _json({"version": __version__, "build": build()})
 
 
 async def metrics(front: Front, request: Request) -> ASGIApp:

@@ -11,12 +11,14 @@ from typing import Any
 
 import msgspec
 
+from symbiosis.build import build
 from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit, is_vain
 from symbiosis.clusters import Member, Told, folder_of
 from symbiosis.logs import JsonLines, request_id
 from symbiosis.procs import parent_is_gone
 from symbiosis.serving.http.incoming.sharing import Room
+from symbiosis.text import shown
 
 logger = logging.getLogger("symbiosis")
 
@@ -55,6 +57,7 @@ class Seen:
     silent_s: float = 0.0
     is_lost: bool = False
     is_ending: bool = False  # as itself says: it finishes what it has, and takes nothing new
+    build: str | None = None  # once it has been asked
     watch: "asyncio.Task[None] | None" = None
     adapters: frozenset[str] = frozenset()
 
@@ -87,6 +90,7 @@ class _Health(msgspec.Struct):
     room: int = 0  # tokens
     tokens: int = 0
     longest: int = 0
+    build: str = ""
 
 
 class View:
@@ -255,6 +259,9 @@ class View:
             self._put(seen)
         if health.status != "serving":
             return False
+        if seen.build != health.build:
+            seen.build = health.build
+            self._compare(seen)
         seen.silent_s, seen.is_lost, seen.promised = 0.0, False, 0
         seen.others = max(0, health.requests - seen.mine)
         if health.tokens:
@@ -262,6 +269,16 @@ class View:
         self._put(seen)
         self._admit()
         return True
+
+    def _compare(self, seen: Seen) -> None:
+        """Warn of a server of another build: a request may need what only one of the two knows."""
+        if seen.build != build():
+            logger.warning(
+                "%s is symbiosis %s, this front end %s: start the cluster again, with one release for all of it",
+                seen.member.name,
+                shown(seen.build or "") or "of another release",
+                build(),
+            )
 
     def _admit(self) -> None:
         """Place what has room now."""

@@ -134,8 +134,7 @@ def store_of_parts(order: Order, options: Options, ranks: Ranks) -> Store:
 def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store:
     """Load this rank's part of every tensor to its GPU, unless another rank has kept it, and map the parts of all."""
     from symbiosis.transport.cuda import striped_weights
-    from symbiosis.transport.cuda.driver import exported, imported
-    from symbiosis.transport.cuda.peer import device_name
+    from symbiosis.transport.cuda.driver import device_name, exported, imported
 
     device = torch.device(options.device)
     must_reach_each_other(order.options.places)

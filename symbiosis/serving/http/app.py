@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis import __version__
+from symbiosis.build import build
 from symbiosis.serving.adapter import IS_THE_BASE
 from symbiosis.serving.http import page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
@@ -225,14 +226,19 @@ async def health(front: Front, request: Request) -> ASGIApp:
     """Answer 200 while requests are taken."""
     state = front.state
     remote = front.remote
-    told: dict[str, object] = {"status": state, "requests": remote.under_way, "step_s": round(remote.step_s, 3)}
+    told: dict[str, object] = {
+        "status": state,
+        "requests": remote.under_way,
+        "step_s": round(remote.step_s, 3),
+        "build": build(),
+    }
     if remote.tokens:
         told |= {"room": remote.room, "tokens": remote.tokens, "longest": remote.welcome.longest}
     return _json(told, 200 if state == "serving" else 503)
 
 
 async def version(front: Front, request: Request) -> ASGIApp:
-    return _json({"version": __version__})
+    return _json({"version": __version__, "build": build()})
 
 
 async def told_metrics(front: Front, request: Request) -> ASGIApp:

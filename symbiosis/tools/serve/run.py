@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from symbiosis import procs
+from symbiosis.build import build
 from symbiosis.config import runtime_dir
 from symbiosis.endpoints import socket_path
 from symbiosis.errors import ConfigError, SymbiosisError
@@ -158,7 +159,7 @@ class ServeProcesses:
         assert self._ours is not None
         welcome = Welcome(
             model=model_name(self._options), longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
-            ends=tuple(engine.ends), secret=procs.heard,
+            ends=tuple(engine.ends), secret=procs.heard, build=build(),
         )  # fmt: skip
         self._link = Link(engine, self._ours, welcome, load=Path)
 

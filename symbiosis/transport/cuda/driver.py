@@ -108,6 +108,11 @@ def shares_time(device: torch.device) -> bool:
         return True
 
 
+def device_name(device: torch.device) -> str:
+    """Return a name of the GPU that is the same in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def has_atomics(device: torch.device, other: int) -> bool:
     """Whether `device` makes atomic operations in the memory of another one, as kernels do that answer calls. PCIe alone has none."""
     value = ctypes.c_int()

@@ -46,6 +46,7 @@ from symbiosis.transport.cuda.driver import (
     MemOps,
     WordPage,
     copy,
+    device_name,
     has_atomics,
     why_not,
 )
@@ -418,8 +419,3 @@ def check_segment(message: Segment, segments: dict[int, DeviceMemory], device: t
         raise CallError(Code.BAD_FRAME, "segments have different numbers, and the first one is 0")
     if len(segments) >= MAX_SEGMENTS:
         raise CallError(Code.LIMIT, f"a client shares at most {MAX_SEGMENTS} pieces of device memory")
-
-
-def device_name(device: torch.device) -> str:
-    """Return a name of the GPU that is the same in every process."""
-    return str(torch.cuda.get_device_properties(device).uuid)

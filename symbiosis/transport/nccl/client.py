@@ -15,6 +15,7 @@ from torch import Tensor
 
 from symbiosis.errors import Code, ConnectionLost
 from symbiosis.protocol import REPLY_SIZE, Call, Hello, Reply, decode_reply, encode_call
+from symbiosis.transport.cuda.driver import device_name
 from symbiosis.transport.nccl import driver as nccl_driver
 from symbiosis.transport.nccl.driver import Communicator, NcclError, communicator_within
 from symbiosis.transport.reactor import spin
@@ -32,8 +33,9 @@ class NcclConnection(TcpConnection):
     def __init__(self, address: str, hello: Hello, timeout: float, device: torch.device, room: int = -1) -> None:
         self._side: socket.socket | None = None
         self._comm: Communicator | None = None
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        super().__init__(address, replace(hello, device=uuid, nccl=nccl_driver.version()), timeout, room=room)
+        super().__init__(
+            address, replace(hello, device=device_name(device), nccl=nccl_driver.version()), timeout, room=room
+        )
         self.device = device
         try:
             self._side = socket.create_connection((self.host, self.welcome.port), CONNECT_S)

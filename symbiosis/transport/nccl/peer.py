@@ -34,9 +34,8 @@ from symbiosis.protocol import (
     split_call,
 )
 from symbiosis.transport.base import NO_MEMORY, Prepared, ServerPort, refuse
-from symbiosis.transport.cuda.driver import new_stream
+from symbiosis.transport.cuda.driver import device_name, new_stream
 from symbiosis.transport.cuda.elsewhere import lay_out
-from symbiosis.transport.cuda.peer import device_name
 from symbiosis.transport.nccl import driver as nccl_driver
 from symbiosis.transport.nccl.driver import UNIQUE_BYTES, Communicator, NcclError
 from symbiosis.transport.reactor import CAN_SPIN

@@ -106,7 +106,7 @@ def test_a_call_of_no_rows_has_an_answer_of_no_rows(executor: symbiosis.Executor
 
 @both_transports
 def test_another_protocol_version_is_refused_with_both_named(executor: symbiosis.Executor) -> None:
-    with pytest.raises(CallError, match=rf"version {VERSION}, the client 99.*same release") as error:
+    with pytest.raises(CallError, match=rf"protocol 99.*protocol {VERSION}.*same release") as error:
         transport.connect(executor.endpoint, Hello(version=99), WAIT_S)
     assert error.value.code is Code.BAD_VERSION
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from symbiosis.build import build
 from symbiosis.serving.http.failures import ApiError, failed
 from symbiosis.serving.http.incoming.sharing import Room
 from symbiosis.serving.http.link.messages import (
@@ -34,6 +35,7 @@ from symbiosis.serving.http.link.pulse import SILENT_S, Pulse
 from symbiosis.serving.request import Output, Request
 
 logger = logging.getLogger("symbiosis")
+OTHER_BUILD = "the engine is symbiosis %s, and this process, which speaks HTTP for it, %s: start the server again"
 Result = TypeVar("Result")
 OnOutput = Callable[[Output | ApiError], None]
 
@@ -190,6 +192,8 @@ class RemoteEngine(asyncio.Protocol):
             self.drained.set()
         elif isinstance(message, Welcome):
             self.welcome = message
+            if message.build != build():
+                logger.warning(OTHER_BUILD, message.build or "another release", build())
             self._is_ready.set_result(None)
 
     def _give(self, output: Output) -> None:

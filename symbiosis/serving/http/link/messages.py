@@ -79,6 +79,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     vocabulary: int
     ends: tuple[int, ...] = ()  # tokens that end answers
     secret: str = ""  # of the cluster, whose front ends alone may ask
+    build: str = ""
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
