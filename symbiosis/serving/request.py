@@ -65,6 +65,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     may_be_shorter: bool = False  # where fewer than `max_tokens` fit, it has those
     chosen: tuple[tuple[int, ...], ...] = ()  # of each completion: the tokens that another server has chosen already
     ended: tuple[int, ...] = ()  # completions that have ended there
+    external_id: str = ""  # by which whoever sent it knows it: logs name it
 
     @property
     def under_way(self) -> list[int]:
@@ -99,3 +100,4 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     prompt_tokens: int = 0  # with the first output of a request
     cached_tokens: int = 0  # of the prompt, those whose keys and values were there already
     prompt_logprobs: tuple[Token, ...] = ()
+    begun: float = 0.0  # with the first output: when it joined the batch, by this host's monotonic clock

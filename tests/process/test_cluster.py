@@ -236,12 +236,17 @@ def test_one_key_leaves_others_their_share_of_the_batches(api: openai.OpenAI, ru
         pytest.param("roll", {"temperature": 1.5, "top_p": 0.9}, marks=pytest.mark.soak),
     ],
 )
-def test_a_stream_outlives_its_server(api: openai.OpenAI, running: Running, how: str, draws: dict[str, Any]) -> None:
+def test_a_stream_outlives_its_server(
+    api: openai.OpenAI, running: Running, folder: Path, how: str, draws: dict[str, Any]
+) -> None:
     draws = {"seed": 3, "max_tokens": 450, **draws}
     wanted = {choice.index: choice.text for choice in ask(api, **draws).choices}
     found: dict[int, str] = dict.fromkeys(wanted, "")
-    moved = web.get(f"{running.url}/health").json()["moved"]
-    for number, event in enumerate(ask(api, stream=True, **draws)):
+    moved, id = web.get(f"{running.url}/health").json()["moved"], f"req-{how}-{len(wanted)}"
+    stream = ask(api, stream=True, extra_headers={"X-Request-Id": id}, **draws)
+    assert stream.response.headers["x-request-id"] == id
+    for number, event in enumerate(stream):
+        assert event.id == f"cmpl-{id}"
         for choice in event.choices:
             found[choice.index] += choice.text
         if number == 3:
@@ -252,6 +257,9 @@ def test_a_stream_outlives_its_server(api: openai.OpenAI, running: Running, how:
                 os.kill(server.pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     assert found == wanted
     assert web.get(f"{running.url}/health").json()["moved"] == moved + 1
+    decisions = [json.loads(line) for line in (folder / "decisions").read_text().splitlines()]
+    assert len([each for each in decisions if each["request"] == id]) == 2
+    assert f'request="{id}"' in (folder / "stderr").read_text(), "the line that says that it leaves its server"
     eventually(lambda: server.pid not in {each.pid for each in running.told.members}, 60)
     wait_for_servers(running, 2)
 
@@ -303,6 +311,21 @@ def generated(server: Any) -> float:
     )
     assert found
     return float(found[1])
+
+
+def test_the_log_of_decisions_is_rotated_under_a_cluster_that_goes_on(
+    api: openai.OpenAI, running: Running, folder: Path
+) -> None:
+    """A SIGHUP to all of its processes, as whoever rotates logs may send it, ends none."""
+    ask(api, max_tokens=1)
+    pids = {each.pid for each in running.told.members}
+    (folder / "decisions").rename(folder / "decisions.1")
+    for pid in (*pids, running.process.pid):
+        os.kill(pid, signal.SIGHUP)
+    ask(api, max_tokens=1)
+    assert len((folder / "decisions").read_text().splitlines()) == 1
+    time.sleep(0.5)  # in which whoever had ended would be missed
+    assert {each.pid for each in running.told.members} == pids and running.process.poll() is None
 
 
 @pytest.mark.fault

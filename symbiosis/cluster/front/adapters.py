@@ -48,7 +48,7 @@ def folder_for(view: View, model: str | None, name: str) -> Path:
 
 
 def _no_model(message: str) -> ApiError:
-    return ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
+    return ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found", reason="no_such_model")
 
 
 def new_folder(folder: Path) -> Path:
@@ -82,7 +82,7 @@ async def _try(view: View, model: str, name: str, headers: dict[str, str]) -> No
                 if answer.status != 200:
                     raise ApiError(answer.status, _message(told))
                 return
-    raise ApiError(503, f"no server of {model} is ready to try it: send it later", retry_s=5.0)
+    raise ApiError(503, f"no server of {model} is ready to try it: send it later", retry_s=5.0, reason="no_server")
 
 
 def _message(body: bytes) -> str:

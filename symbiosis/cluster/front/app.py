@@ -34,6 +34,10 @@ from symbiosis.serving.http.incoming.sharing import Held, Room
 from symbiosis.serving.http.incoming.uploads import received
 from symbiosis.serving.http.keys import Tenant
 from symbiosis.serving.http.link.lanes import LARGE, Lanes
+from symbiosis.serving.http.metrics import observed
+from symbiosis.serving.http.observer import Observer
+from symbiosis.serving.http.record import this_request
+from symbiosis.serving.http.tracing import Tracing
 
 MOST_BYTES = 16 << 20  # of a body
 MOST_HELD = 1 << 30  # bytes of bodies whose answers are not over, and of answers that are not whole
@@ -45,10 +49,11 @@ class Front(Keyed):
     """What the routes share."""
 
     def __init__(
-        self, view: View, api_keys: str | None, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = ()
-    ) -> None:
+        self, view: View, api_keys: str | None, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = (),
+        tracing: Tracing | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(api_keys, host, allowed_hosts)
-        self.view, self.bodies = view, Bodies()
+        self.view, self.bodies, self.observer = view, Bodies(), Observer(tracing)
         self.completions = Counter[tuple[str, str]]()  # by model and tenant
         self.tokens = Counter[tuple[str, str]]()
         self.shown = Shown(view)
@@ -89,7 +94,8 @@ class Front(Keyed):
 
     def _check_room(self, tenant: Tenant, sequences: int) -> None:
         if not self.view.room.has(tenant.name, sequences):
-            raise ApiError(503, "too many requests wait for a server: try again later", retry_s=1.0)
+            message = "too many requests wait for a server: try again later"
+            raise ApiError(503, message, retry_s=1.0, reason="share_of_key")
 
     def _check_count(self, tenant: Tenant, model: str, sequences: int) -> None:
         """Refuse what this tenant, or anybody, can never have."""
@@ -121,20 +127,29 @@ class Front(Keyed):
         )  # fmt: skip
         held = Held(self._held, tenant.name)
         if not held.take(asked.size):
-            raise ApiError(503, "what waits and runs is too large together: try again later", retry_s=1.0)
+            message = "what waits and runs is too large together: try again later"
+            raise ApiError(503, message, retry_s=1.0, reason="share_of_key")
         try:
             admission = tenant.admit(asked.sequences, self.keys.clock(), tokens=tokens)
         except ApiError:
             held.end()
             raise
         self.completions[model, tenant.name] += asked.sequences
+        record = this_request()
+        record.model, record.adapter, record.choices = model, adapter or model, asked.sequences
 
         def done(was_let_in: bool, count: int) -> None:
             admission.spend(asked.tokens * was_let_in + count)
             admission.end()
             self.tokens[model, tenant.name] += count
 
-        return Relay(self.view, request.url.path, _authorized(request), asked, wish, held, done)
+        return Relay(self.view, request.url.path, _passed_on(request), asked, wish, held, done)
+
+    def drop_what_is_gone(self) -> None:
+        """Count no more what adapters did that are gone."""
+        for model, name in self.observer.adapters.named:
+            if name != model and not self.is_of(name, model):
+                self.observer.adapters.drop((model, name))
 
 
 class ListedModel(msgspec.Struct):
@@ -167,7 +182,7 @@ def make_app(front: Front) -> ASGIApp:
         ("GET", "/figures", figures),
         ("GET", "/", shown_page),
     ]
-    return only_for(front.hosts, app_of(front, table))
+    return front.observer.watch(only_for(front.hosts, app_of(front, table)))
 
 
 async def completion(front: Front, request: Request) -> ASGIApp:
@@ -196,7 +211,7 @@ async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
         for seen in front.view.seen.values():
             if seen.member.model == model and seen.state is State.READY:
                 try:
-                    answer = await answer_of(seen.member.url, "/v1/models", _authorized(request))
+                    answer = await answer_of(seen.member.url, "/v1/models", _passed_on(request))
                     msgspec.convert(answer, Models)
                     found += [each for each in answer["data"] if front.is_of(each["id"], model)]
                     break
@@ -226,7 +241,7 @@ async def put_adapter(front: Front, request: Request) -> ASGIApp:
         sent = adapters.new_folder(folder)
         try:
             await received(front.bodies, adapters.MOST_BYTES, request, sent)
-            await adapters.install(front.view, model or front.models()[0], folder, name, sent, _authorized(request))
+            await adapters.install(front.view, model or front.models()[0], folder, name, sent, _passed_on(request))
         except BaseException:
             shutil.rmtree(sent, ignore_errors=True)
             raise
@@ -245,9 +260,11 @@ async def delete_adapter(front: Front, request: Request) -> ASGIApp:
     return Response(status_code=204)
 
 
-def _authorized(request: Request) -> dict[str, str]:
-    authorization = request.headers.get("authorization")
-    return {"Authorization": authorization} if authorization else {}
+def _passed_on(request: Request) -> dict[str, str]:
+    """Return the headers of what a server is asked for this request: who asks, and what it is called in logs and traces."""
+    record, authorization = this_request(), request.headers.get("authorization")
+    told = {"X-Request-Id": record.id, **record.trace_headers}
+    return {**told, "Authorization": authorization} if authorization else told
 
 
 async def health(front: Front, request: Request) -> ASGIApp:
@@ -290,7 +307,7 @@ async def relayed_metrics(front: Front, request: Request) -> ASGIApp:
 async def figures(front: Front, request: Request) -> ASGIApp:
     """Return what the page shows."""
     tenant = front.tenant(request)
-    return _json(await front.shown.figures(_authorized(request), tenant.may_change_adapters))
+    return _json(await front.shown.figures(_passed_on(request), tenant.may_change_adapters))
 
 
 async def shown_page(front: Front, request: Request) -> ASGIApp:
@@ -302,6 +319,7 @@ async def version(front: Front, request: Request) -> ASGIApp:
 
 
 async def metrics(front: Front, request: Request) -> ASGIApp:
+    front.drop_what_is_gone()
     registry = CollectorRegistry()
     registry.register(_Collected(front))
     return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
@@ -334,6 +352,7 @@ class _Collected:
             moved.add_metric([why], count)
         of = {"completions": self._front.completions, "tokens": self._front.tokens}
         told = [_by_tenant(name, counts) for name, counts in of.items()]
+        told += observed(PREFIX, self._front.observer)
         return [load, ready, members, waiting, moved, *told, *process_figures()]
 
 

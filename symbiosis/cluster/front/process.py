@@ -13,6 +13,7 @@ from symbiosis.cluster.front.started import FrontStarted
 from symbiosis.cluster.front.upstream import show_to_servers
 from symbiosis.cluster.front.view import View
 from symbiosis.logs import JsonLines, write_lines
+from symbiosis.serving.http import tracing
 from symbiosis.serving.http.incoming.connections import Connection, take_all_descriptors
 
 
@@ -22,7 +23,9 @@ async def serve(started: FrontStarted, listener: socket.socket) -> None:
     view = View(started.cluster, started.limits, log)
     following = asyncio.create_task(view.follow())
     own = socket.create_server(("127.0.0.1", 0))
-    front = Front(view, started.api_keys, started.host, started.allowed_hosts)
+    spans = tracing.opened("symbiosis-front")
+    front = Front(view, started.api_keys, started.host, started.allowed_hosts, spans)
+    Connection.observer = front.observer
     config = uvicorn.Config(
         make_app(front), http=Connection, ws="none", lifespan="off", log_config=None,
         log_level="warning", access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(started.drain_s),

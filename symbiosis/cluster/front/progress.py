@@ -1,9 +1,9 @@
 """How far a stream has come: what a server needs so that it can go on with it."""
 
 import time
-import uuid
 
 from symbiosis.cluster.front.asked import Asked
+from symbiosis.serving.http.record import this_request
 from symbiosis.serving.http.schemas import Continuation
 
 DONE = b"data: [DONE]"
@@ -31,7 +31,8 @@ class Progress:
             return cls(given, asked.sequences)
         kind = "chatcmpl" if asked.is_chat else "cmpl"
         return cls(
-            Continuation(f"{kind}-{uuid.uuid4().hex}", int(time.time()), tokens=[], ended=[], opened=0), asked.sequences
+            Continuation(f"{kind}-{this_request().id}", int(time.time()), tokens=[], ended=[], opened=0),
+            asked.sequences,
         )
 
     def take(self, event: bytes) -> bytes:

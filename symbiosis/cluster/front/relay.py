@@ -21,10 +21,11 @@ from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.front.view import Flight, View
 from symbiosis.cluster.front.whole import Whole
 from symbiosis.cluster.placement import Wish
-from symbiosis.serving.http.failures import ApiError, unknown_model
+from symbiosis.serving.http.failures import REASONS, ApiError, unknown_model
 from symbiosis.serving.http.incoming.bodies import until_hung_up
 from symbiosis.serving.http.incoming.sharing import Held
 from symbiosis.serving.http.outlet import Outlet, outlet_to
+from symbiosis.serving.http.record import this_request
 
 logger = logging.getLogger("symbiosis")
 
@@ -37,6 +38,14 @@ FAILED_HEADERS = [(b"content-type", b"application/json"), (b"x-should-retry", b"
 
 class _Usage(msgspec.Struct):
     completion_tokens: int = 0
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error = msgspec.field(default_factory=_Error)
 
 
 class _Counted(msgspec.Struct):
@@ -76,6 +85,7 @@ class Relay:
         self._answer: Upstream | None = None
         self._is_over = self._was_let_in = False
         self._failures = 0
+        self._record = this_request()
         self._rest = b""  # the beginning of an event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +116,8 @@ class Relay:
                 async with asyncio.timeout_at(deadline):
                     await self._view.place(self._flight)
             except TimeoutError:
-                return await self._fail(ApiError(503, "no server has room: try again later", retry_s=5.0), outlet)
+                error = ApiError(503, "no server has room: try again later", retry_s=5.0, reason="no_server")
+                return await self._fail(error, outlet)
             try:
                 return await self._at(self._flight.server, outlet)
             except Lost as lost:
@@ -170,6 +181,9 @@ class Relay:
             return await self._fail(unknown_model(self._flight.wish.adapter, self._view.told.names), outlet)
         if answer.status == HTTPStatus.OK:
             self._progress.count += _tokens(body)
+            self._record.end()
+        else:
+            self._note(answer.status, body)
         headers = [(name, value) for name, value in answer.headers.items() if name in KEPT]
         return await self._form.refused(outlet, answer.status, headers, body)
 
@@ -184,12 +198,15 @@ class Relay:
                     await self._form.give(outlet, out)
                     out = []
                     self._refuse("the server failed")
+                    self._note(500, told.removeprefix(b"data: "))
                     return await self._form.refused(outlet, 500, FAILED_HEADERS, told.removeprefix(b"data: "))
                 out.append((event, told))
             is_over = any(told.startswith(DONE) for _, told in out)
-            if not self._may_keep(out, self._progress.count - count):
+            if not self._counted(out, self._progress.count - count):
                 error = "the answers that wait to be whole are too large together: ask for a stream, or for less"
-                return await self._fail(ApiError(503, error, retry_s=5.0), outlet)
+                return await self._fail(ApiError(503, error, retry_s=5.0, reason="share_of_key"), outlet)
+            if is_over:
+                self._record.end()
             await self._form.give(outlet, out, more=not is_over)
             if is_over:
                 return None
@@ -212,12 +229,13 @@ class Relay:
             return False
         count = self._progress.count
         events = list(self._events(answer.read()))
-        self._may_keep(events, self._progress.count - count)
+        self._counted(events, self._progress.count - count)
         self._form.put(outlet, events)
         return True
 
-    def _may_keep(self, events: list[tuple[bytes, bytes]], tokens: int) -> bool:
-        """Count what is kept of these events. A stream keeps only its tokens, and always may."""
+    def _counted(self, events: list[tuple[bytes, bytes]], tokens: int) -> bool:
+        """Count the tokens of these events, and what is kept of them. Return whether it may be kept: a stream keeps only its tokens, and always may."""
+        self._record.tokens(tokens)
         if self._form.keeps_events:
             return self._held.take(TOKEN_BYTES * tokens + sum(len(told) for _, told in events))
         self._held.keep(TOKEN_BYTES * tokens)
@@ -226,7 +244,15 @@ class Relay:
     async def _fail(self, error: ApiError, outlet: Outlet) -> None:
         if not self._form.has_begun:
             raise error
+        error.note()
         await self._form.refused(outlet, error.status, [], msgspec.json.encode(error.body))
+
+    def _note(self, status: int, body: bytes) -> None:
+        """Note with what error a server has answered."""
+        with suppress(msgspec.MsgspecError):
+            self._record.refuse(
+                status, REASONS.get(status, "other"), msgspec.json.decode(body, type=_ErrorBody).error.message
+            )
 
 
 def _tokens(answer: bytes) -> int:

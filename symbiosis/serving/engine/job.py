@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 from torch import Tensor
 
+from symbiosis.logs import about_request
 from symbiosis.serving.choosing.grammar import Grammar
 from symbiosis.serving.choosing.sampling import logprobs_of
 from symbiosis.serving.request import Finish, Output, Request, Token
@@ -42,11 +43,13 @@ class Job:
                 prompt_tokens=len(self.request.prompt),
                 cached_tokens=min(max(0, first.cached - first.virtual), len(self.request.prompt)),
                 prompt_logprobs=self._prompt_logprobs(),
+                begun=first.began,
             )
         try:
             self.on_output(output)
         except Exception:  # of theirs; nobody else may suffer
-            logger.exception("request %d is dropped: its on_output failed", self.request.id)
+            with about_request(self.request.external_id):
+                logger.exception("request %d is dropped: its on_output failed", self.request.id)
             return False
         return True
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import ConfigError, ConnectionLost, SymbiosisError
-from symbiosis.logs import Tracebacks
+from symbiosis.logs import Tracebacks, about_request
 from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.choosing.sampling import Chosen, begin_choice
 from symbiosis.serving.engine.figures import Figures
@@ -218,7 +218,8 @@ class Loop:
             elif (job := self._job_of(step.segments[0].sequence)) is not None:
                 told = f"{type(error).__name__}: {error}"
                 trace = None if isinstance(error, SymbiosisError) else self._tracebacks.of(error)
-                logger.warning("a request ends: %s", told, exc_info=trace)
+                with about_request(job.request.external_id):
+                    logger.warning("a request ends: %s", told, exc_info=trace)
                 self.is_starved = self.is_starved or not _has_memory(self._served.device)
                 self._suspects.add(step.segments[0].sequence.version)
                 self._end(job.request.id, Finish.ERROR, told)

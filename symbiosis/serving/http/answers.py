@@ -1,7 +1,6 @@
 """Completions in OpenAI's words: whole, or as a stream of events."""
 
 import time
-import uuid
 from codecs import getincrementaldecoder
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import msgspec
 
 from symbiosis.serving.engine.detokenize import bytes_of, special_tokens, text_of
 from symbiosis.serving.http.generation import Delta, Generation
+from symbiosis.serving.http.record import this_request
 from symbiosis.serving.http.schemas import Continuation
 from symbiosis.serving.request import Token
 
@@ -28,7 +28,7 @@ class Words:
 
     def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
         self.tokenizer, self.logprobs = tokenizer, logprobs
-        self._head: Fields = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head: Fields = {"id": f"{self.prefix}-{this_request().id}", "created": int(time.time()), "model": model}
 
     def go_on(self, before: Continuation) -> None:
         """Go on with an answer that another server has begun."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from symbiosis import __version__
 from symbiosis.build import build
@@ -60,21 +60,7 @@ def make_app(front: Front) -> ASGIApp:
         ("GET", "/", shown_page),
     ]
     app = behind_front_ends(app_of(front, table), front.remote.welcome.secret)
-    return _counted(only_for(front.hosts, app), front)
-
-
-def _counted(app: ASGIApp, front: Front) -> ASGIApp:
-    """Return an app that counts each answer by its path and status."""
-
-    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-        async def told(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                front.count(scope.get("symbiosis.path", "other"), message["status"])
-            await send(message)
-
-        await app(scope, receive, told)
-
-    return counted
+    return front.observer.watch(only_for(front.hosts, app))
 
 
 async def completions(front: Front, request: Request) -> ASGIApp:
@@ -164,7 +150,8 @@ async def model(front: Front, request: Request) -> ASGIApp:
         if error.status == HTTPStatus.NOT_FOUND:
             raise unknown_model(name, [front.options.model]) from None
         is_refused = error.status == HTTPStatus.BAD_REQUEST
-        raise ApiError(HTTPStatus.NOT_FOUND, str(error), "model", "model_not_found") if is_refused else error from None
+        not_found = ApiError(HTTPStatus.NOT_FOUND, str(error), "model", "model_not_found", reason="no_such_model")
+        raise not_found if is_refused else error from None
     return _json(_adapter(front, name))
 
 

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from symbiosis.security.hosts import Hosts
+from symbiosis.serving.http.record import this_request
 
 logger = logging.getLogger("symbiosis")
 Shared = TypeVar("Shared")
@@ -25,6 +26,10 @@ Shared = TypeVar("Shared")
 UNKNOWN_HOST = (
     "this server is not known as {!r}: ask for it by its address, or start it with --allowed-hosts and that name"
 )
+REASONS = {  # in logs and figures, unless whoever raises it knows better
+    400: "invalid_request", 401: "unknown_key", 403: "forbidden", 404: "not_found", 405: "no_such_method", 408: "body_too_slow", 413: "body_too_large",
+    429: "too_many_requests", 431: "head_too_large", 500: "failed", 503: "unavailable", 507: "disk_full",
+}  # fmt: skip
 KINDS = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
@@ -37,21 +42,28 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ApiError(Exception):
-    """An error that ends a request with this status.
+    """An error that ends a request with this status. `reason` is one of few words, for logs and figures.
 
     >>> ApiError(404, "there is no model 'x'", code="model_not_found").body["error"]["type"]
     'not_found_error'
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_s: float = 0.0
-    ) -> None:
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_s: float = 0.0,
+        reason: str = "",
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.retry_s = HTTPStatus(status), retry_s
+        self.reason = reason or REASONS.get(status, "other")
         kind = KINDS.get(self.status, "server_error" if status >= 500 else "invalid_request_error")
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
+    def note(self) -> None:
+        """Note it with the request that is being answered."""
+        this_request().refuse(self.status, self.reason, str(self))
+
     def response(self) -> Response:
+        self.note()
         headers = {"retry-after": str(max(1, round(self.retry_s)))} if self.retry_s else {}
         if self.status is HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
@@ -60,9 +72,9 @@ class ApiError(Exception):
         return Response(msgspec.json.encode(self.body), self.status, headers, "application/json")
 
 
-def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def wrong(message: str, param: str | None = None, code: str | None = None, reason: str = "") -> ApiError:
     """Return the error that says what is wrong with what a client sent."""
-    return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param, code, reason=reason)
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
@@ -74,7 +86,8 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     told = error.body["error"]
     if (name := names.get(told["param"])) is None:
         return error
-    return ApiError(error.status, name + told["message"].removeprefix(told["param"]), name, told["code"])
+    message = name + told["message"].removeprefix(told["param"])
+    return ApiError(error.status, message, name, told["code"], reason=error.reason)
 
 
 @contextmanager
@@ -93,7 +106,7 @@ def storing(what: str, folder: Path) -> Iterator[None]:
 
 def failed(error: Exception) -> ApiError:
     """Return what a client is told of a mistake of ours."""
-    return ApiError(500, f"the server failed: {type(error).__name__}. Its log says more")
+    return ApiError(500, f"the server failed: {type(error).__name__}. Its log says more of request {this_request().id}")
 
 
 def unknown_model(name: str, models: Iterable[str]) -> ApiError:
@@ -104,7 +117,8 @@ def unknown_model(name: str, models: Iterable[str]) -> ApiError:
     """
     known = ", ".join(map(repr, models))
     there = f"there are {known} and adapters, which GET /v1/models lists" if known else "none is served yet"
-    return ApiError(HTTPStatus.NOT_FOUND, f"there is no model {name[:100]!r}: {there}", "model", "model_not_found")
+    message = f"there is no model {name[:100]!r}: {there}"
+    return ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found", reason="no_such_model")
 
 
 def _answered(request: Request, error: ApiError) -> Response:
@@ -113,7 +127,8 @@ def _answered(request: Request, error: ApiError) -> Response:
 
 def _unknown_path(request: Request, error: HTTPException) -> Response:
     what = "no such path" if error.status_code == 404 else error.detail
-    return ApiError(error.status_code, f"{request.method} {request.url.path}: {what}").response()
+    reason = "no_such_path" if error.status_code == 404 else ""
+    return ApiError(error.status_code, f"{request.method} {request.url.path}: {what}", reason=reason).response()
 
 
 def _failed(request: Request, error: Exception) -> Response:
@@ -125,7 +140,9 @@ def only_for(hosts: Hosts, app: ASGIApp) -> ASGIApp:
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         unknown = [each for each in Headers(scope=scope).getlist("host") if not hosts.has(each)]
-        answer = wrong(UNKNOWN_HOST.format(unknown[0][:100]), "host").response() if unknown else app
+        answer = (
+            wrong(UNKNOWN_HOST.format(unknown[0][:100]), "host", reason="unknown_host").response() if unknown else app
+        )
         await answer(scope, receive, send)
 
     return checked

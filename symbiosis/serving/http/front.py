@@ -20,10 +20,14 @@ from symbiosis.serving.http.incoming.keyed import Keyed
 from symbiosis.serving.http.incoming.prompts import Prompts, too_long
 from symbiosis.serving.http.incoming.sharing import Held, Room
 from symbiosis.serving.http.keys import Admission, Tenant
+from symbiosis.serving.http.labelled import Key
 from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.http.link.lanes import LARGE, MANY_CHOICES, Lanes
 from symbiosis.serving.http.link.messages import FrontOptions
+from symbiosis.serving.http.observer import Observer
+from symbiosis.serving.http.record import this_request
 from symbiosis.serving.http.schemas import AS_ASKED, AS_CHAT, Body, ChatBody, Continuation, refusing
+from symbiosis.serving.http.tracing import Tracing
 from symbiosis.serving.request import Request, Sampling
 
 Made = TypeVar("Made")
@@ -34,13 +38,15 @@ MOST_LOGPROBS = 1 << 21  # of tokens that wait for the readers of answers: each 
 class Front(Keyed):
     """One engine, as clients see it."""
 
-    def __init__(self, remote: RemoteEngine, tokenizer: Any, options: FrontOptions) -> None:
+    def __init__(
+        self, remote: RemoteEngine, tokenizer: Any, options: FrontOptions, tracing: Tracing | None = None
+    ) -> None:
         super().__init__(options.api_keys, options.host, options.allowed_hosts)
+        self.observer = Observer(tracing)
         self.remote, self.tokenizer, self.options = remote, tokenizer, options
         self.prompts = Prompts(tokenizer, remote.welcome.longest, remote.welcome.vocabulary, options.max_requests)
         self.bodies = Bodies()
         self._lanes = Lanes(4, "http-made")
-        self.answered: dict[tuple[str, int], int] = {}  # by path and status
         self.started = int(time.time())
         self._prepared = 0  # completions that the engine has not been asked for yet
         self._prompt_logprobs, self._logprobs = Room(MOST_PROMPT_LOGPROBS), Room(MOST_LOGPROBS)
@@ -56,9 +62,6 @@ class Front(Keyed):
             return "the engine does not answer"
         return "ending" if self.remote.drained.is_set() else "serving"
 
-    def count(self, path: str, status: int) -> None:
-        self.answered[path, status] = self.answered.get((path, status), 0) + 1
-
     async def metrics(self) -> bytes:
         """Return the figures as Prometheus reads them. All who ask while they are made get the same ones: nobody needs a key for them."""
         if self._metrics is None or self._metrics.done():
@@ -66,7 +69,17 @@ class Front(Keyed):
         return await asyncio.shield(self._metrics)
 
     async def _made_metrics(self) -> bytes:
-        return metrics.text(await self.figures(), self.answered, self.options.engine)
+        await asyncio.gather(*map(self._drop_if_gone, self.observer.adapters.named))
+        return metrics.text(await self.figures(), self.observer, self.options.engine)
+
+    async def _drop_if_gone(self, key: Key) -> None:
+        """Count no more what an adapter did that is gone."""
+        if (name := key[-1]) != self.options.model:
+            try:
+                await self.remote.ask(type(None), "check", name)
+            except ApiError as error:
+                if error.status < 500:  # there is none, or none that can be served
+                    self.observer.adapters.drop(key)
 
     async def figures(self) -> Figures:
         """Return the engine's figures. Of what was let in, all that is not in its batch waits, also what it has not heard of yet."""
@@ -115,11 +128,21 @@ class Front(Keyed):
             if completions > (most := self.remote.places.alone):
                 raise wrong(f"at most {most} completions of one key, and this would be {completions}", "n")
             if not self.remote.places.has(tenant.name, completions):
-                raise ApiError(503, "this key has its part of what may be under way: try again later", retry_s=1.0)
+                raise ApiError(
+                    503,
+                    "this key has its part of what may be under way: try again later",
+                    retry_s=1.0,
+                    reason="share_of_key",
+                )
         if self.remote.drained.is_set():
-            raise ApiError(503, "the server is ending: ask another one", retry_s=10.0)
+            raise ApiError(503, "the server is ending: ask another one", retry_s=10.0, reason="ending")
         if self.remote.under_way + requests > self.options.max_requests:
-            raise ApiError(503, f"{self.remote.under_way} requests are under way: try again later", retry_s=1.0)
+            raise ApiError(
+                503,
+                f"{self.remote.under_way} requests are under way: try again later",
+                retry_s=1.0,
+                reason="overloaded",
+            )
 
     def hold(self, prompt_logprobs: int, admission: Admission) -> None:
         """Keep room for so many log probabilities of prompts until the admission ends. Raises `ApiError` if there is none."""
@@ -133,7 +156,12 @@ class Front(Keyed):
             return
         held = Held(self._prompt_logprobs, admission.tenant.name)
         if not held.take(prompt_logprobs):
-            raise ApiError(503, "log probabilities of other prompts are under way: try again later", retry_s=1.0)
+            raise ApiError(
+                503,
+                "log probabilities of other prompts are under way: try again later",
+                retry_s=1.0,
+                reason="share_of_key",
+            )
         admission.at_end(held.end)
 
     def hold_as_they_come(self, generation: Generation, admission: Admission) -> None:
@@ -156,7 +184,7 @@ class Front(Keyed):
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not result.done():
-                raise ApiError(400, "the client has hung up")
+                raise ApiError(400, "the client has hung up", reason="client_left")
             return result.result()
         finally:
             result.cancel()
@@ -173,6 +201,7 @@ class Front(Keyed):
                 f"shorten the prompt, or {name}",
                 "messages" if name == "max_completion_tokens" else "prompt",
                 "context_length_exceeded",
+                reason="too_long",
             )
         fits = max(1, self.remote.welcome.most_tokens - length)
         return min(fits, default or fits) if wanted is None else wanted
@@ -186,7 +215,8 @@ class Front(Keyed):
         prompt_logprobs: bool,
     ) -> Generation:
         """Return a generation that has not begun. To go on with a long one takes long."""
-        before = body.continuation
+        before, record = body.continuation, this_request()
+        record.model, record.adapter, record.sampling = self.options.model, body.model, sampling
         ended = before.ended_of(body.completions) if before else {}
         requests = [
             Request(
@@ -200,6 +230,7 @@ class Front(Keyed):
                 may_be_shorter=body.wanted is None,
                 chosen=before.chosen(number, body.completions) if before else (),
                 ended=ended.get(number, ()),
+                external_id=record.id,
             )
             for number, prompt in enumerate(prompts)
         ]

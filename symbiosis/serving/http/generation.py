@@ -7,10 +7,12 @@ from http import HTTPStatus
 
 import msgspec
 
+from symbiosis.logs import about_request
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.http.failures import ApiError, failed, renamed, unknown_model
 from symbiosis.serving.http.incoming.sharing import Held
 from symbiosis.serving.http.link.http_side import RemoteEngine
+from symbiosis.serving.http.record import this_request
 from symbiosis.serving.request import Finish, Output, Request, Token
 
 logger = logging.getLogger("symbiosis")
@@ -20,9 +22,9 @@ NO_ROOM = (
     "stream, and read it as it comes"
 )
 FAILURES = {
-    Finish.ABORTED: (503, "the server is too busy to begin in time: try again later"),
-    Finish.CANCELLED: (503, "the request was cancelled by the server"),
-    Finish.ERROR: (500, "the request failed"),
+    Finish.ABORTED: (503, "the server is too busy to begin in time: try again later", "overloaded"),
+    Finish.CANCELLED: (503, "the request was cancelled by the server", "cancelled"),
+    Finish.ERROR: (500, "the request failed", "failed"),
 }
 
 
@@ -86,6 +88,7 @@ class Generation:
         names: Mapping[str, str],
     ) -> None:
         self._remote, self._spent, self._names = remote, spent, names
+        self._record = this_request()
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.cached_tokens = 0
         self.completion_tokens = sum(len(tokens) for request in requests for tokens in request.chosen)
@@ -107,6 +110,7 @@ class Generation:
             self.choices += request.completions
             self.completions += len(request.under_way)
             self.most_tokens += request.sampling.max_tokens * len(request.under_way)
+        self._record.choices, self._record.prompt_tokens = max(1, self.completions), self.prompt_tokens
         self.requests = [request for request in requests if request.under_way]
         self.prompt_logprobs = sum(map(_prompt_logprobs, self.requests))
         self._open = {request.id: self._open[request.id] for request in self.requests}
@@ -155,7 +159,8 @@ class Generation:
         try:
             is_read = self.hand_over is not None and self._is_awaited and self.hand_over(self._read)
         except Exception as error:  # a mistake of ours, which ends this answer and no other
-            logger.error("tokens could not be handed over", exc_info=error)
+            with about_request(self._record.id):
+                logger.error("tokens could not be handed over", exc_info=error)
             self._fail(failed(error))
             return
         if not is_read or not self._open:
@@ -173,17 +178,19 @@ class Generation:
         elif (choice := self._open.get(output.request, {}).get(output.completion)) is None:
             pass  # a stop string has ended it here, whatever becomes of it there
         elif output.finish in FAILURES:
-            status, message = FAILURES[output.finish]
-            self._fail(ApiError(status, output.error or message, retry_s=1.0 if status == 503 else 0.0))
+            status, message, reason = FAILURES[output.finish]
+            retry_s = 1.0 if status == 503 else 0.0
+            self._fail(ApiError(status, output.error or message, retry_s=retry_s, reason=reason))
         else:
             self._add(choice, output)
 
     def _add(self, choice: Choice, output: Output) -> None:
         self.cached_tokens += output.cached_tokens
         self.completion_tokens += len(output.tokens)
+        self._record.tokens(len(output.tokens), output.begun)
         self._spent(len(output.tokens))
         if self.held is not None and not self.held.take(_logprobs(output.tokens)):
-            self._fail(ApiError(503, NO_ROOM, retry_s=1.0))
+            self._fail(ApiError(503, NO_ROOM, retry_s=1.0, reason="share_of_key"))
             return
         if output.prompt_logprobs:  # they come once, with the first output of a request
             packed = msgspec.msgpack.encode(output.prompt_logprobs)
@@ -199,6 +206,8 @@ class Generation:
             del of_request[output.completion]
             if not of_request:
                 del self._open[output.request]
+            if not self._open:
+                self._record.end()
 
     def let_go(self, delta: Delta) -> None:
         """Give back the room of log probabilities that wait no more."""

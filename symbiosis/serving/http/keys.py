@@ -45,10 +45,15 @@ class Tenant:
         if self.requests and requests > self.requests:
             raise wrong(f"this key may have {self.requests} requests under way, and this would be {requests}", "n")
         if self.requests and self.under_way + requests > self.requests:
-            raise too_many(f"this key may have {self.requests} requests under way, and has {self.under_way}", 1.0)
+            raise too_many(
+                f"this key may have {self.requests} requests under way, and has {self.under_way}",
+                1.0,
+                "requests_of_key",
+            )
         self._pay(now)
         if self.tokens_per_s and self.owed > 0:
-            raise too_many(f"this key may have {self.tokens_per_s} tokens per second", self.owed / self.tokens_per_s)
+            message = f"this key may have {self.tokens_per_s} tokens per second"
+            raise too_many(message, self.owed / self.tokens_per_s, "tokens_of_key")
         self.under_way += requests
         self.spend(tokens)
         return Admission(self, requests, tokens)
@@ -140,7 +145,8 @@ class Keys:
         self._look()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            message = "an API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", reason="no_key")
         digest = _digest(key.strip())
         found = [each for each in self._tenants.values() if hmac.compare_digest(each.digest, digest)]
         old = [each for each in self._tenants.values() if hmac.compare_digest(each.old_digest, digest)]
@@ -153,7 +159,8 @@ class Keys:
     def _check_old(self, tenant: Tenant) -> None:
         """Raise `ApiError` if a tenant's old key has expired. That it is still in use is logged once."""
         if self._today() >= tenant.old_expires:
-            raise ApiError(401, "this API key has expired: use the new one", code="invalid_api_key")
+            message = "this API key has expired: use the new one"
+            raise ApiError(401, message, code="invalid_api_key", reason="expired_key")
         if tenant.old_digest not in self._still_old:
             self._still_old.add(tenant.old_digest)
             logger.info("%s still uses its old API key", tenant.name)
@@ -165,6 +172,7 @@ class Keys:
                 403,
                 "this key may not change adapters: `admin` in its line of the server's keys allows it",
                 code="forbidden",
+                reason="not_administrator",
             )
 
     def _look(self) -> None:
@@ -264,8 +272,8 @@ def _digest_of(key: str, where: str) -> bytes:
     return _digest(key)
 
 
-def too_many(message: str, retry_s: float) -> ApiError:
-    return ApiError(429, message, code="rate_limit_exceeded", retry_s=retry_s)
+def too_many(message: str, retry_s: float, reason: str) -> ApiError:
+    return ApiError(429, message, code="rate_limit_exceeded", retry_s=retry_s, reason=reason)
 
 
 def _digest(key: str) -> bytes:

@@ -1,13 +1,16 @@
 """Figures for Prometheus. Where vLLM has the same figure, the name is vLLM's, with `symbiosis_serve_` for its `vllm:`."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from symbiosis.logs import unwritten
 from symbiosis.process_figures import children, command_of, process_figures
 from symbiosis.serving.engine.figures import Figures, Histogram
+from symbiosis.serving.http.observer import Observer, Series
 
 PREFIX = "symbiosis_serve_"
 GAUGES: dict[str, tuple[str, Callable[[Figures], float]]] = {
@@ -36,13 +39,18 @@ HISTOGRAMS: dict[str, tuple[str, Callable[[Figures], Histogram]]] = {
     "request_queue_time_seconds": ("Until a request's first step.", lambda f: f.queue_s),
     "e2e_request_latency_seconds": ("From a request to its last token.", lambda f: f.whole_s),
 }
+LATENCIES: dict[str, tuple[str, Callable[[Series], Histogram]]] = {
+    "time_to_first_token_seconds": ("From a request to its first token, as HTTP sees it.", lambda s: s.first_token_s),
+    "request_time_per_output_token_seconds": ("Per token after the first.", lambda s: s.token_s),
+    "e2e_request_latency_seconds": ("From a request to its last token.", lambda s: s.whole_s),
+}
 
 
 class Collected(Collector):
-    """The figures at one moment, and the answers of HTTP by path and status. `engine` is a process, with an executor that it may have started."""
+    """The figures at one moment, and what the process of HTTP has counted. `engine` is a process, with an executor that it may have started."""
 
-    def __init__(self, figures: Figures, answered: dict[tuple[str, int], int], engine: int) -> None:
-        self._figures, self._answered, self._engine = figures, answered, engine
+    def __init__(self, figures: Figures, observer: Observer, engine: int) -> None:
+        self._figures, self._observer, self._engine = figures, observer, engine
 
     def collect(self) -> Iterable[Metric]:
         figures = self._figures
@@ -51,26 +59,48 @@ class Collected(Collector):
         for name, (help, value) in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, help, value=value(figures))
         for name, (help, of) in HISTOGRAMS.items():
-            yield _histogram(PREFIX + name, help, of(figures))
+            family = HistogramMetricFamily(PREFIX + name, help)
+            _add(family, [], of(figures))
+            yield family
         finished = CounterMetricFamily(
             PREFIX + "request_success", "Completions, by why they ended.", labels=["finished_reason"]
         )
         for reason, count in figures.finished.items():
             finished.add_metric([reason], count)
         yield finished
-        answers = CounterMetricFamily(PREFIX + "http_requests", "Answers of HTTP.", labels=["path", "status"])
-        for (path, status), count in self._answered.items():
-            answers.add_metric([path, str(status)], count)
-        yield answers
+        yield from observed(PREFIX, self._observer)
         yield from process_figures(dict(_others(self._engine)) if self._engine else {})
 
 
-def _histogram(name: str, help: str, of: Histogram) -> HistogramMetricFamily:
+def observed(prefix: str, observer: Observer) -> Iterable[Metric]:
+    """Yield what is counted of the requests of a process: a server's or a front end's."""
+    counted: list[tuple[str, str, list[str], dict[Any, int]]] = [
+        ("http_requests", "Answers of HTTP.", ["path", "status"], observer.answered),
+        ("refused_requests", "Requests that were refused or failed.", ["reason", "status", "tenant"], observer.refused),
+        ("unwritten_log_lines", "Lines of logs that could not be written.", ["log"], {(log,): n for log, n in unwritten.items()}),
+    ]  # fmt: skip
+    for name, help, labels, counts in counted:
+        family = CounterMetricFamily(prefix + name, help, labels=labels)
+        for values, count in counts.items():
+            family.add_metric([*map(str, values)], count)
+        yield family
+    for kind, labels, labelled in (
+        ("tenant", ["tenant"], observer.tenants),
+        ("adapter", ["model", "adapter"], observer.adapters),
+    ):
+        for name, (help, of_series) in LATENCIES.items():
+            histogram = HistogramMetricFamily(f"{prefix}{kind}_{name}", f"{help} By {kind}.", labels=labels)
+            for values, series in labelled.shown.items():
+                _add(histogram, [*values], of_series(series))
+            yield histogram
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], of: Histogram) -> None:
     upto, buckets = 0, []
     for bound, count in zip([*map(str, of.bounds), "+Inf"], of.counts, strict=True):
         upto += count
         buckets.append((bound, upto))
-    return HistogramMetricFamily(name, help, buckets=buckets, sum_value=of.total)
+    family.add_metric(labels, buckets, of.total)
 
 
 def _others(engine: int) -> Iterator[tuple[str, int]]:
@@ -79,8 +109,8 @@ def _others(engine: int) -> Iterator[tuple[str, int]]:
     yield from (("executor", pid) for pid in children(engine) if "executor_main" in command_of(pid))
 
 
-def text(figures: Figures, answered: dict[tuple[str, int], int], engine: int) -> bytes:
+def text(figures: Figures, observer: Observer, engine: int) -> bytes:
     """Return the figures as Prometheus reads them."""
     registry = CollectorRegistry()
-    registry.register(Collected(figures, answered, engine))
+    registry.register(Collected(figures, observer, engine))
     return generate_latest(registry)

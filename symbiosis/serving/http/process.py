@@ -13,6 +13,7 @@ import uvicorn
 
 from symbiosis.logs import name_process, set_up_logging
 from symbiosis.memory import look_at_what_is_new, look_seldom
+from symbiosis.serving.http import tracing
 from symbiosis.serving.http.app import make_app
 from symbiosis.serving.http.front import Front
 from symbiosis.serving.http.incoming.connections import Connection, take_all_descriptors
@@ -38,7 +39,8 @@ async def serve(listener: socket.socket, link: socket.socket, options: FrontOpti
     """Serve until the engine hangs up, or until it says that it ends and everything is answered."""
     tokenizer = tokenizer_of(options)
     remote = await RemoteEngine.connect(link)
-    front = Front(remote, tokenizer, options)
+    front = Front(remote, tokenizer, options, tracing.opened("symbiosis-serve"))
+    Connection.observer = front.observer
     config = uvicorn.Config(
         make_app(front), http=Connection, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
         server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(LAST_WORDS_S),

@@ -81,6 +81,7 @@ class Stream(Reply):
         except ApiError as error:
             if not self._begun:
                 raise
+            error.note()
             await outlet.take(_event(error.body) + b"data: [DONE]\n\n", more=False)
             return
         await self._begin(outlet)

@@ -22,6 +22,6 @@ def behind_front_ends(app: ASGIApp, secret: str) -> ASGIApp:
         if scope["path"] in OPEN or hmac.compare_digest(shown.encode(), secret.encode()):
             await app(scope, receive, send)
         else:
-            await ApiError(403, REFUSED, code="forbidden").response()(scope, receive, send)
+            await ApiError(403, REFUSED, code="forbidden", reason="not_a_front_end").response()(scope, receive, send)
 
     return guarded

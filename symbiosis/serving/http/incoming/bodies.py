@@ -48,7 +48,7 @@ class Bodies:
         except TimeoutError:
             raise ApiError(408, f"the body did not come in time: {received} bytes of it did") from None
         except ClientDisconnect:
-            raise ApiError(400, "the body broke off") from None
+            raise ApiError(400, "the body broke off", reason="client_left") from None
 
     @contextmanager
     def _among_others(self, limit: asyncio.Timeout) -> Iterator[None]:

@@ -9,6 +9,8 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.observer import Observer
+from symbiosis.serving.http.record import record_of
 
 HEAD_S = 20.0  # a connection that has not sent the head of a request by then is closed
 STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
@@ -84,6 +86,7 @@ class Connection(HttpToolsProtocol):
     """
 
     strangers = Strangers()  # of this process
+    observer: Observer | None = None  # likewise
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -119,8 +122,8 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as upgrade:  # which it does not get: the next request is HTTP, too
                 if upgrade.args[0] < len(piece):
                     self._stop_reading()  # it has come too early
-            except httptools.HttpParserError as error:
-                self._refuse(400, "this is no HTTP request", error)
+            except httptools.HttpParserError:
+                self._refuse(400, "this is no HTTP request")
             if self._head > MOST_HEAD:
                 self._refuse(431, TOO_LONG)
 
@@ -195,19 +198,26 @@ class Connection(HttpToolsProtocol):
     def turn_away(self) -> None:
         """Hang up now, to make room for others. A client that has nothing to take yet is told why."""
         if not self.transport.get_write_buffer_size():
-            self._refuse(503, TOO_MANY)
+            self._refuse(503, TOO_MANY, reason="too_many_connections")
         if not self.transport.is_closing() or self.transport.get_write_buffer_size():
             self.transport.abort()
 
-    def _refuse(self, status: int, message: str, error: Exception | None = None) -> None:
+    def _refuse(self, status: int, message: str, reason: str = "") -> None:
         """Answer a head that nothing can be made of. What is wrong after it ends the connection."""
         if self._is_deaf:
             return
         self._is_deaf = True
+        record, error = record_of(self.headers or ()), ApiError(status, message, reason=reason)
+        record.refuse(status, error.reason, message)
+        if self.observer is not None:
+            self.observer.tell(record, client=self.address)
         if self._is_head or self.cycle is None or not self.cycle.response_started:
-            body = ApiError(status, message).response().body
-            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[status] + head + bytes(body))
+            body = bytes(error.response().body)
+            head = (
+                b"content-type: application/json\r\nx-request-id: %b\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+            )
+            head %= record.id.encode(), len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
 
     def _stop_reading(self) -> None:

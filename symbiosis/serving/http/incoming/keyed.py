@@ -10,6 +10,7 @@ from symbiosis.security.hosts import Hosts
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.incoming.connections import now_known
 from symbiosis.serving.http.keys import Keys, Tenant
+from symbiosis.serving.http.record import this_request
 
 
 class Keyed:
@@ -28,6 +29,7 @@ class Keyed:
     def tenant(self, request: Request) -> Tenant:
         self._refuse_foreign_pages(request)
         tenant = self.keys.tenant(request.headers.get("authorization"))
+        this_request().tenant = tenant.name
         now_known(request.scope)
         return tenant
 
@@ -39,15 +41,15 @@ class Keyed:
 
     def administrator(self, request: Request) -> None:
         """Raise `ApiError` unless whoever sends this request may change what belongs to everybody."""
-        self._refuse_foreign_pages(request)
+        self.tenant(request)
         self.keys.administrator(request.headers.get("authorization"))
-        now_known(request.scope)
 
     def _refuse_foreign_pages(self, request: Request) -> None:
         """Raise `ApiError` if a page of another site sends this through somebody's browser. It cannot know a key, so it matters only where
         none is needed."""
         if not self.keys.are_needed and is_of_another_site(request.headers):
-            raise ApiError(403, "a web page of another site may not use a server without API keys", code="forbidden")
+            message = "a web page of another site may not use a server without API keys"
+            raise ApiError(403, message, code="forbidden", reason="foreign_page")
 
 
 def is_of_another_site(headers: Headers) -> bool:

@@ -120,7 +120,12 @@ class Prompts:
 
 
 def too_long(longest: int, size: str, name: str) -> ApiError:
-    return wrong(f"the model takes {longest} tokens, and {size} are more: shorten it", name, "context_length_exceeded")
+    return wrong(
+        f"the model takes {longest} tokens, and {size} are more: shorten it",
+        name,
+        "context_length_exceeded",
+        "too_long",
+    )
 
 
 def without(message: dict[str, Any], name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from symbiosis.errors import AdapterError, ConfigError, SymbiosisError, UnknownAdapter
-from symbiosis.logs import Tracebacks
+from symbiosis.logs import Tracebacks, about_request
 from symbiosis.serving.http.link.lanes import Lanes
 from symbiosis.serving.http.link.messages import (
     LENGTH,
@@ -166,6 +166,10 @@ class Link:
             self.is_lost = self._pulse.seems_lost()
 
     def _submit(self, request: Request) -> None:
+        with about_request(request.external_id):
+            self._try(request)
+
+    def _try(self, request: Request) -> None:
         try:
             self._engine.submit(request, self._on_output)
             self._refused.pop(request.adapter, None)
@@ -218,13 +222,13 @@ class Link:
             submission.add_done_callback(lambda _: self._engine.cancel(id))
 
     def _answer(self, ask: Ask) -> None:
-        try:
-            result = self._verb(ask)
-        except Exception as error:
-            message, status = _said(error)
-            self._unsent.put(Answer(ask.number, error=message, status=status))
-        else:
-            self._unsent.put(Answer(ask.number, msgspec.Raw(encoder.encode(result))))
+        with about_request(ask.request_id):
+            try:
+                answer = Answer(ask.number, msgspec.Raw(encoder.encode(self._verb(ask))))
+            except Exception as error:
+                message, status = _said(error)
+                answer = Answer(ask.number, error=message, status=status)
+        self._unsent.put(answer)
 
     def _verb(self, ask: Ask) -> object:
         match ask.verb, ask.arguments:

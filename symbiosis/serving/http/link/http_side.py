@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from symbiosis.build import build
+from symbiosis.logs import about_request, request_id
 from symbiosis.serving.http.failures import ApiError, failed
 from symbiosis.serving.http.incoming.sharing import Room
 from symbiosis.serving.http.link.messages import (
@@ -120,7 +121,7 @@ class RemoteEngine(asyncio.Protocol):
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            self._tell(Ask(number, verb, arguments))
+            self._tell(Ask(number, verb, arguments, request_id.get()))
             told = await answer
         finally:
             del self._asked[number]
@@ -207,7 +208,8 @@ class RemoteEngine(asyncio.Protocol):
         try:
             take(output)
         except Exception as error:  # a mistake of ours, which ends this request and no other
-            logger.error("an output could not be taken", exc_info=error)
+            with about_request(asked.request.external_id):
+                logger.error("an output could not be taken", exc_info=error)
             self.cancel(output.request)
             take(failed(error))
 
@@ -223,4 +225,4 @@ class RemoteEngine(asyncio.Protocol):
 
 
 def gone() -> ApiError:
-    return ApiError(503, "the engine has ended")
+    return ApiError(503, "the engine has ended", reason="engine_gone")

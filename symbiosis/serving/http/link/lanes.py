@@ -4,6 +4,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 Made = TypeVar("Made")
@@ -30,6 +32,7 @@ class Lanes:
     def submit(self, tenant: str, make: Callable[[], Made]) -> Future[Made]:
         """Have something made in a thread. What is cancelled before it has begun is not made."""
         future: Future[Made] = Future()
+        make = partial(copy_context().run, make)  # so that it knows for which request it is
         with self._lock:
             self._waiting.setdefault(tenant, deque()).append((future, make))
             if self._running.get(tenant, 0) < self._each:

@@ -68,6 +68,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     number: int
     verb: str  # add, remove, check, names, adapters, figures
     arguments: tuple[str, ...] = ()
+    request_id: str = ""  # for whom it is
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
