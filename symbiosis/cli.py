@@ -80,7 +80,7 @@ def executor(
     key: Annotated[str | None, typer.Option(help="This executor's .key file (symbiosis keygen): tcp:// is then encrypted, and for --tenants only.")] = None,
     tenants: Annotated[str | None, typer.Option(help="Folder with the .pub file of each tenant; read again when it changes.")] = None,
     nccl: Annotated[bool | None, typer.Option("--nccl/--no-nccl", help="With keys: let tenants' GPUs send rows by NCCL, which neither encrypts nor authenticates them. Without keys they always may.")] = None,
-    audit_log: Annotated[str | None, typer.Option(metavar="FILE", help="Record who joined, was refused, was struck off or left, and how much they used: one JSON object per line. Reopened when the file is moved, or on SIGHUP.")] = None,
+    audit_log: Annotated[str | None, typer.Option(metavar="FILE", help="Record who joined, was refused, was struck off or left, and how much they used: one JSON object per line. When the file is moved away, the next line begins a new one.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text (default) or json.")] = None,
     heartbeat_s: Annotated[float | None, typer.Option(help="A session silent for this long is dropped. Default: 5.")] = None,

@@ -100,8 +100,8 @@ def front_end(url: str, tracing: Tracing | None = None) -> httpx.AsyncClient:
     member = Member(name="s", kind="server", model="demo", number=1, batch=8, most=64, url=url, state="ready")
     view.told, view.seen = Told(name="none", url="", members=(member,)), {1: Seen(member)}
     view._put(view.seen[1])
-    transport = httpx.ASGITransport(of_cluster.make_app(of_cluster.Front(view, None, tracing)))
-    return httpx.AsyncClient(transport=transport, base_url="http://front", timeout=30)
+    transport = httpx.ASGITransport(of_cluster.make_app(of_cluster.Front(view, None, tracing=tracing)))
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=30)
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:

@@ -38,7 +38,7 @@ def front(folder: Path) -> Front:
 
 
 def http(front: Front) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://127.0.0.1")
 
 
 async def figures(web: httpx.AsyncClient, name: str) -> dict[tuple[str, ...], float]:
@@ -140,7 +140,7 @@ def test_what_fails_says_which_request_it_was(tmp_path: Path, caplog: pytest.Log
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(make_app(broken), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as web:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as web:
             headers = {"X-Request-Id": "mine-2", **by_key(KEY)}
             return await web.get("/v1/models", headers=headers)
 
