@@ -1,19 +1,27 @@
 """What a running cluster tells of itself to programs of its user on this host: a file in a folder that is locked while the cluster runs."""
 
 import fcntl
+import logging
 import os
 import random
+import re
+import stat
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from symbiosis.config import runtime_dir
 from symbiosis.endpoints import CLUSTERS
 from symbiosis.errors import ConfigError, ExecutorUnavailable
-from symbiosis.security.ownership import check_folder
+from symbiosis.security.folders import Use, user_folder
+from symbiosis.security.ownership import is_trusted
 
 SCHEME = "symbiosis://"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")  # of a folder
+LONGEST = 16 << 20  # bytes that a cluster tells of itself
+logger = logging.getLogger("symbiosis")
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +33,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0  # of servers: by which placement knows it
     url: str = ""
     pages: str = ""  # where it has /metrics and /health
-    state: str = "starting"  # or ready, draining, lost
+    state: Annotated[str, msgspec.Meta(pattern="^(starting|ready|draining|lost)$")] = "starting"
     pid: int = 0
     batch: int = 0  # of a server: most sequences of a step
     share: int = 0  # ... of one tenant while others wait; 0: no such limit
@@ -58,17 +66,21 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         return [each for each in self.members if each.kind == kind and model in (None, each.model)]
 
 
-def clusters_dir() -> Path:
-    return runtime_dir() / CLUSTERS
-
-
 def folder_of(name: str) -> Path:
-    return clusters_dir() / name
+    """Return a cluster's folder. Raises `ConfigError` if that is no name, or if another user could tell what is in there."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name!r:.80} is no name of a cluster: symbiosis cluster status says which ones run")
+    return user_folder(Use.RUNTIME, CLUSTERS, name)
+
+
+def told_file(name: str) -> Path:
+    """Return the file in which a cluster tells of itself."""
+    return folder_of(name) / "told.json"
 
 
 def tell(told: Told) -> None:
     """Replace the file in one go, so that nobody reads half of it."""
-    file = folder_of(told.name) / "told.json"
+    file = told_file(told.name)
     new = file.with_suffix(".new")
     new.write_bytes(msgspec.json.encode(told))
     new.replace(file)
@@ -76,12 +88,10 @@ def tell(told: Told) -> None:
 
 def told_by(name: str) -> Told:
     """Return what a running cluster has told. Raises `ConfigError` if none of this name runs."""
-    folder = folder_of(name)
     try:
-        check_folder(clusters_dir())
-        if is_running(folder):
-            return msgspec.json.decode((folder / "told.json").read_bytes(), type=Told)
-    except OSError:
+        if is_running(folder_of(name)):
+            return read_told(name)
+    except FileNotFoundError:
         pass
     names = ", ".join(each.name for each in running()) or "none"
     raise ConfigError(
@@ -90,10 +100,50 @@ def told_by(name: str) -> Told:
 
 
 def running() -> Iterator[Told]:
-    """Yield what each running cluster of this user has told."""
-    for folder in sorted(clusters_dir().glob("*")):
-        if is_running(folder) and (folder / "told.json").is_file():
-            yield msgspec.json.decode((folder / "told.json").read_bytes(), type=Told)
+    """Yield what each running cluster of this user has told. One that tells nonsense is logged, and hides no other."""
+    for folder in sorted(each for each in user_folder(Use.RUNTIME, CLUSTERS).glob("*") if NAME.fullmatch(each.name)):
+        try:
+            if is_running(folder):
+                yield read_told(folder.name)
+        except FileNotFoundError:
+            continue
+        except ConfigError as error:
+            _warn(str(error))
+
+
+@cache  # a client that waits for a cluster looks again and again
+def _warn(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def read_told(name: str) -> Told:
+    """Return what is in a cluster's file. Raises `FileNotFoundError` if there is none, and `ConfigError` if a cluster cannot have written
+    it."""
+    file = told_file(name)
+    try:
+        told = msgspec.json.decode(_read(file), type=Told)
+        if told.name == name:
+            return told
+        why = f"it is of {told.name!r:.80}"
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        why = str(error)
+    raise ConfigError(
+        f"{file} is not what the cluster {name!r} tells of itself ({why:.200}): end its process (symbiosis cluster up) and start it again"
+    )
+
+
+def _read(file: Path) -> bytes:
+    """Read a file of this user's or root's. What is no file, as a pipe, is not waited for."""
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        found = os.fstat(opened.fileno())
+        if not stat.S_ISREG(found.st_mode) or not is_trusted(found.st_uid):
+            raise ValueError("it is no file of this user's")
+        told = opened.read(LONGEST + 1)
+    if len(told) > LONGEST:
+        raise ValueError(f"it has more than {LONGEST} bytes")
+    return told
 
 
 def is_running(folder: Path) -> bool:

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -12,7 +11,7 @@ import msgspec
 from symbiosis.endpoints import HOST, of_rank, reaches_other_hosts, socket_path
 from symbiosis.errors import ConfigError
 from symbiosis.protocol import LARGEST_LIMIT, LONGEST_BEAT_S, LONGEST_NAME, MOST_RANKS, SHORTEST_BEAT_S, Limits
-from symbiosis.security.ownership import check_folder, why_not_ours
+from symbiosis.security.folders import Use, user_folder
 
 RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s"))
 OptionsType = TypeVar("OptionsType", bound=msgspec.Struct)
@@ -364,14 +363,4 @@ def default_endpoints() -> tuple[str, ...]:
         return named
     if text:
         raise ConfigError(f"$SYMBIOSIS_ENDPOINT is {text!r:.80}, which names no executor: write its URL, or unset it")
-    folder = runtime_dir()
-    check_folder(folder)
-    return (f"local://{folder / 'executor.sock'}",)
-
-
-def runtime_dir() -> Path:
-    """Return this user's folder for sockets. Check whose it is before use (`ownership`): in /tmp, another user may have made it."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and os.access(base, os.W_OK) and why_not_ours(Path(base)) is None:
-        return Path(base) / "symbiosis"
-    return Path(tempfile.gettempdir()) / f"symbiosis-{os.getuid()}"
+    return (f"local://{user_folder(Use.RUNTIME) / 'executor.sock'}",)

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 
-from symbiosis.config import runtime_dir
 from symbiosis.errors import ConfigError
-from symbiosis.security.ownership import is_ours, make_folder
+from symbiosis.security.folders import Use, user_folder
+from symbiosis.security.ownership import is_ours, make_folder, resolved, why_not_ours
 
 CONTROL = "nvidia-cuda-mps-control"  # the daemon, and the tool that talks to it
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")  # where CUDA looks if nothing is said
@@ -43,8 +43,12 @@ class PipesState(Enum):
 
 def places() -> list[Path]:
     """Return the directories of pipes in which to look for a daemon, and to start one. CUDA by itself looks in the first."""
-    named = os.environ.get(PIPES)
-    return [Path(named)] if named else [DEFAULT_PIPES, runtime_dir() / "mps"]
+    if named := os.environ.get(PIPES):
+        return [Path(named)]
+    try:
+        return [DEFAULT_PIPES, user_folder(Use.RUNTIME, "mps")]
+    except ConfigError:  # another user has taken it
+        return [DEFAULT_PIPES]
 
 
 def state(pipes: Path) -> PipesState:
@@ -52,7 +56,10 @@ def state(pipes: Path) -> PipesState:
     control = pipes / "control"
     if not os.access(control, os.W_OK):
         return PipesState.ABSENT
-    if PIPES not in os.environ and not (is_ours(pipes) and is_ours(control)):
+    try:
+        if not (is_ours(resolved(pipes)) and is_ours(control)):
+            return PipesState.FOREIGN
+    except ConfigError:
         return PipesState.FOREIGN
     if shutil.which(CONTROL) is None:
         return PipesState.SERVES
@@ -80,6 +87,8 @@ def running() -> Iterator[Path]:
     found = {pipes: state(pipes) for pipes in places()}
     for pipes, what in found.items():
         if what is PipesState.SERVES:
+            if why := why_not_ours(pipes):  # NVIDIA's daemon opens a folder that it makes to all
+                logger.warning(f"{pipes} {why}, who could put a daemon of their own there: chmod go-w {pipes}")
             os.environ[PIPES] = str(pipes)
             yield pipes
             return
@@ -115,12 +124,13 @@ def claim(directory: Path) -> bool:
 
 def start(pipes: Path) -> str | None:
     """Start a daemon, wait until it answers, and return its process id, or None if another process started one first."""
-    logs = Path(os.environ.setdefault(LOGS, str(runtime_dir() / "mps-log")))
+    logs = Path(os.environ.get(LOGS) or user_folder(Use.RUNTIME, "mps-log"))
+    make_folder(logs, otherwise=f"set {LOGS} to another one")
+    os.environ[LOGS] = str(logs)
     environment = _environment(pipes)
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # it would renumber the devices of every client
     with tempfile.TemporaryFile() as output:  # a pipe would stay open for as long as the daemon lives
         try:
-            make_folder(logs)
             done = subprocess.run(
                 [CONTROL, "-d"], env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 timeout=ANSWER_S, start_new_session=True,

@@ -37,6 +37,7 @@ from symbiosis.client.requests import (
 from symbiosis.errors import CallError, CallNotTaken, CaptureError, ConnectionLost
 from symbiosis.kernels import with_triton
 from symbiosis.protocol import Call, Hello, Layer, Op, Priority, View, shape_of_reply
+from symbiosis.security.forks import look_for_fork
 from symbiosis.transport.cuda.driver import device_name
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes
 
@@ -197,6 +198,7 @@ class Session(Reconnecting):
     ) -> list[Tensor]:
         """Make a call from this CPU, and return its results on `device`: mapped weights answer it, or it is sent, in parts if it is
         large."""
+        look_for_fork()
         if (self.mapped or self.spread) and (made := self._locally(call, payload, device, shapes)):
             return made
         if goes_in_parts(call, shapes):
@@ -289,6 +291,7 @@ class Session(Reconnecting):
         return {number: tensor for rank in self.ranks for number, tensor in rank._commons().items()}
 
     def _commons(self) -> dict[int, Tensor]:
+        look_for_fork()
         with self._lock:
             try:
                 return self._connected().commons()
@@ -300,6 +303,7 @@ class Session(Reconnecting):
 
     def close(self, timeout: float = 1.0) -> None:
         """Leave the executor. A call that another thread has under way gets `timeout` seconds to end. A later call joins again."""
+        look_for_fork()
         end = time.monotonic() + timeout
         for other in self._service.others if self._service else ():
             other.close(timeout)
@@ -323,6 +327,7 @@ class Session(Reconnecting):
     def __del__(self) -> None:
         if sys is None or sys.is_finalizing():  # at the very end modules are gone
             return
+        look_for_fork()
         if getattr(self, "_connection", None) is not None:
             self._disconnect()
         if (lanes := getattr(self, "_lanes", None)) is not None:

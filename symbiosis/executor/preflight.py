@@ -27,8 +27,9 @@ from symbiosis.executor.model.checkpoint import (
 from symbiosis.executor.model.host_room import loading_nbytes
 from symbiosis.executor.observe.audit_log import AuditLog
 from symbiosis.memory import free_memory
+from symbiosis.security.folders import check_caches
 from symbiosis.security.keys import Keyring
-from symbiosis.security.ownership import check_socket, make_folder
+from symbiosis.security.ownership import check_socket, make_folder, resolved
 
 DEVICE = re.compile(r"cpu(?::0)?|cuda(?::(\d+))?")
 SMALLER = "end what else runs there, or choose a smaller model"
@@ -163,7 +164,7 @@ def check_local(address: str, options: Options, held: ExitStack) -> Iterator[str
         yield f"cannot listen at local://{address}: the path has more than {LONGEST_SOCKET} bytes"
         return
     try:
-        make_folder(path.parent.resolve())
+        make_folder(resolved(path.parent), shared=True)
     except ConfigError as error:
         yield f"cannot listen at local://{address}: {error}"
         return
@@ -246,6 +247,12 @@ def check_one_device(device: str, on_gpu: bool) -> None:
 
 
 @_said
+def check_compiled(options: Options, held: ExitStack) -> None:
+    if options.on_gpu:
+        check_caches()
+
+
+@_said
 def check_hosts(options: Options, held: ExitStack) -> None:
     if options.hosts and "TORCHELASTIC_RUN_ID" not in os.environ:
         raise ConfigError("--hosts is for ranks that torchrun starts on several hosts: torchrun --nnodes N --no-python symbiosis-executor ...")  # fmt: skip
@@ -262,7 +269,8 @@ def check_mps(options: Options, held: ExitStack) -> None:
 
 
 TESTS: tuple[Callable[[Options, ExitStack], Iterator[str]], ...] = (
-    check_model, check_endpoints, check_metrics, check_keys, check_audit_log, check_device, check_hosts, check_mps,
+    check_model, check_endpoints, check_metrics, check_keys, check_audit_log, check_device, check_compiled, check_hosts,
+    check_mps,
 )  # fmt: skip
 
 

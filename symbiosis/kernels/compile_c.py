@@ -1,11 +1,11 @@
 """Compiles the package's C sources when they are needed, and keeps what was compiled for the next process."""
 
 import ctypes
+import logging
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from symbiosis.errors import ConfigError
-from symbiosis.security.ownership import make_folder, why_not_ours
+from symbiosis.security.folders import Use, temporary_folder, user_folder
 
+logger = logging.getLogger("symbiosis")
 COMPILE_S = 60.0
 # These flags allow other orders of summing, but do not change how the rest of the process computes, as -ffast-math does.
 FAST = ("-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fopenmp")
@@ -27,6 +28,9 @@ def load(source: Path, *flags: str, **functions: tuple[Sequence[Any], Any]) -> c
     try:
         with compiled(source, *flags) as path:
             library = ctypes.CDLL(path)
+    except ConfigError as error:
+        logger.warning("%s is not compiled, and what it does takes longer: %s", source.name, error)
+        return None
     except (OSError, subprocess.SubprocessError):
         return None
     for name, (arguments, result) in functions.items():
@@ -38,18 +42,18 @@ def load(source: Path, *flags: str, **functions: tuple[Sequence[Any], Any]) -> c
 @contextmanager
 def compiled(source: Path, *flags: str) -> Iterator[str]:
     """Compile `source`, and yield the path of the library, to be loaded in the block. Raise `OSError` or `subprocess.SubprocessError`
-    without a C compiler that can do that.
+    without a C compiler that can do that, and `ConfigError` if there is no folder for that which others cannot change.
 
     A library that was compiled from the same, by the same compiler for the same processor, is used again: it lies in this user's own folder.
     """
     kept = _place(source, flags)
     if kept is None:
-        with tempfile.TemporaryDirectory() as folder:
-            yield _compile(source, flags, Path(folder))
+        with temporary_folder() as folder:
+            yield _compile(source, flags, folder)
         return
     if not kept.is_file():
-        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-            Path(_compile(source, flags, Path(folder))).replace(kept)
+        with temporary_folder(within=kept.parent) as folder:
+            Path(_compile(source, flags, folder)).replace(kept)
     try:
         yield str(kept)
     except OSError:  # it is damaged
@@ -74,13 +78,9 @@ def _place(source: Path, flags: tuple[str, ...]) -> Path | None:
     if compiler is None:
         return None
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-        folder = base / "symbiosis" / "kernels"
-        make_folder(folder)
-        if any(why_not_ours(each) for each in (base, folder.parent)):
-            return None
+        folder = user_folder(Use.CACHE, "kernels", make=True)
         about = Path(compiler).stat()
-    except (ConfigError, OSError, RuntimeError):
+    except (ConfigError, OSError):
         return None
     told = source.read_bytes(), *flags, compiler, about.st_size, about.st_mtime_ns, platform.machine(), _processor()
     return folder / f"{source.stem}-{blake2b(repr(told).encode(), digest_size=16).hexdigest()}.so"

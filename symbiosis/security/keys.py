@@ -9,7 +9,8 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
 from math import inf
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 from symbiosis.errors import ConfigError
 from symbiosis.security.ownership import is_trusted, user_name
+from symbiosis.security.secret_files import create_secret, read_secret, why_exposed
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LINE = re.compile(r"(public|secret|expires) (\S+)")
@@ -62,14 +64,18 @@ def generate(name: str, folder: Path, expires: str | None = None) -> tuple[Path,
     except OSError as error:
         raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
     until = f"expires {expires}\n" if expires else ""
-    _write(folder / f"{name}.key", f"public {public}\nsecret {secret}\n", 0o600)
-    _write(folder / f"{name}.pub", f"public {public}\n{until}", 0o644)
+    _write(folder / f"{name}.key", f"public {public}\nsecret {secret}\n", create_secret)
+    _write(folder / f"{name}.pub", f"public {public}\n{until}", _create_public)
     return folder / f"{name}.key", folder / f"{name}.pub"
 
 
-def _write(path: Path, text: str, mode: int) -> None:
+def _create_public(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+
+def _write(path: Path, text: str, create: Callable[[Path], int]) -> None:
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        file = create(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     with os.fdopen(file, "w") as opened:
@@ -91,11 +97,9 @@ def moment(text: str) -> float:
 
 def read_pair(path: Path) -> Pair:
     """Read a `.key` file. Raise `ConfigError` if anybody but its owner can read it."""
-    halves = dict(_lines(path))
+    halves = {} if path.suffix == ".pub" else dict(_lines(path, read_secret))
     if not {"public", "secret"} <= halves.keys():
         raise ConfigError(f"{path} does not hold a pair of keys: make one with `symbiosis keygen NAME`")
-    if path.stat().st_mode & 0o077:
-        raise ConfigError(f"{path} holds a secret that others can read: chmod 600 {path}")
     return Pair(halves["public"], halves["secret"])
 
 
@@ -106,7 +110,7 @@ def read_public(path: Path) -> str:
 
 def read_publics(path: Path) -> PublicKey:
     """Return all keys of a `.pub` file, and the earliest time at which it says that they expire."""
-    lines = _lines(path)
+    lines = _lines(path, _read_public)
     if any(word == "secret" for word, _ in lines):
         raise ConfigError(
             f"{path} holds a secret key, which only its owner may have: give the .pub file here. If somebody else gave you this one, its "
@@ -121,19 +125,22 @@ def read_publics(path: Path) -> PublicKey:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _lines(path: Path) -> list[tuple[str, str]]:
+def _read_public(path: Path, longest: int) -> bytes:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > longest:
+        raise ConfigError(f"cannot read the key file {path}: it is not a key file")
+    return path.read_bytes()
+
+
+def _lines(path: Path, read: Callable[[Path, int], bytes]) -> list[tuple[str, str]]:
     """Return the words and values of a key file. Return nothing if any line cannot be understood: it may be meant to say when the keys
     expire."""
     try:
-        found = path.stat()
-        usual = stat.S_ISREG(found.st_mode) and found.st_size <= LONGEST_FILE
-        text = path.read_text(encoding="ascii") if usual else ""
+        text = read(path, LONGEST_FILE).decode("ascii")
     except OSError as error:
         raise ConfigError(f"cannot read the key file {path}: {error}") from error
     except UnicodeDecodeError:
-        usual, text = False, ""
-    if not usual:
-        raise ConfigError(f"cannot read the key file {path}: it is not a key file")
+        raise ConfigError(f"cannot read the key file {path}: it is not a key file") from None
     lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
     matches = [match for line in lines if (match := LINE.fullmatch(line))]
     understood = len(matches) == len(lines) and all(
@@ -256,14 +263,12 @@ class Tenants:
 
     def _doubts(self) -> list[str]:
         """Return the reasons why others may have chosen who is let in, or could pass for this executor."""
-        doubts = []
-        for path in filter(None, (self.folder, self._secret)):
-            try:
-                doubts.append(doubt(path))
-                if path == self._secret and path.stat().st_mode & 0o077:
-                    doubts.append(f"others can read {path}: make new keys")
-            except OSError:  # a missing folder shows when it is listed, and the secret has been read before
-                continue
+        doubts = list[str | None]()
+        with suppress(OSError):  # a missing folder shows when it is listed
+            doubts.append(doubt(self.folder))
+        if self._secret is not None:
+            with suppress(OSError):  # it has been read before
+                doubts.append(why_exposed(self._secret, self._secret.stat()))
         return list(filter(None, doubts))
 
     def _read(self, name: str, before: _File | None = None) -> _File:

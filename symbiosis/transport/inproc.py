@@ -1,7 +1,6 @@
 """`inproc://NAME`: client and executor in one process. Tensors are handed over as they are; the code path is the true one."""
 
 import itertools
-import os
 import threading
 from collections import deque
 from math import inf
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
 from symbiosis.protocol import Call, Hello, Refusal, Reply, Welcome, checked
+from symbiosis.security.forks import at_fork, look_for_fork
 from symbiosis.transport.accepted import Answers, accepted
 from symbiosis.transport.base import ServerPort, refuse
 from symbiosis.transport.reactor import Reactor
@@ -20,7 +20,7 @@ from symbiosis.transport.tensors import CPU, Shapes, cut
 OWN_NAME = "executor-"  # begins the name of an executor that was given no endpoint; its number is never used again
 _numbers = itertools.count(1)
 _listeners: dict[str, "InprocListener"] = {}
-os.register_at_fork(after_in_child=_listeners.clear)  # their threads are the parent's
+at_fork(_listeners.clear)  # their threads are the parent's
 
 
 class InprocPeer:
@@ -175,6 +175,7 @@ def may_come_back(name: str) -> bool:
 
 
 def connect(name: str, hello: Hello, timeout: float) -> InprocConnection:
+    look_for_fork()
     listener = _listeners.get(name)
     if listener is None:
         raise ConnectionLost(f"no executor serves inproc://{name} in this process")

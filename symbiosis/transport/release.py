@@ -6,7 +6,6 @@ answer nobody meanwhile. Here the pages are returned by calls that do not hold i
 
 import ctypes
 import mmap
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,12 +15,14 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from symbiosis.security.forks import at_fork, look_for_fork
+
 APART = 16 << 20  # bytes; smaller memory is returned in a few milliseconds
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None)
 _waiting: SimpleQueue[Callable[[], object]] = SimpleQueue()
 _threads: list[threading.Thread] = []
-os.register_at_fork(after_in_child=_threads.clear)  # the thread is the parent's
+at_fork(_threads.clear)  # the thread is the parent's
 
 
 def mapped(nbytes: int) -> Tensor:
@@ -52,6 +53,7 @@ def _now(act: Callable[[], object]) -> None:
 
 
 def _soon(act: Callable[[], object]) -> None:
+    look_for_fork()
     if not _threads:
         _threads.append(threading.Thread(target=_release, name="symbiosis-release", daemon=True))
         _threads[0].start()

@@ -18,7 +18,7 @@ import pytest
 
 import symbiosis
 from symbiosis.cluster.front.started import FrontStarted
-from symbiosis.clusters import Member, Told, clusters_dir, folder_of, tell
+from symbiosis.clusters import Member, Told, folder_of, tell
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.security.ownership import make_folder
 from symbiosis.serving import Engine
@@ -67,8 +67,6 @@ def tell_of(*urls: str) -> None:
 @contextlib.contextmanager
 def front_end(folder: Path, *urls: str) -> Iterator[str]:
     """A front end for servers at these addresses."""
-    make_folder(clusters_dir().parent)
-    make_folder(clusters_dir())
     make_folder(folder_of("test"))
     tell_of(*urls)
     with socket.create_server(("127.0.0.1", 0)) as listener, (folder / "stderr").open("w") as log:

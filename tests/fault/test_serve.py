@@ -22,6 +22,7 @@ import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from symbiosis.serving.http.link.pulse import SILENT_S
+from tests.secret_files import write_secret
 from tests.serving_api import Api, Command, client, eventually, http_process, web
 
 pytestmark = pytest.mark.fault
@@ -42,9 +43,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    file = tmp_path / "keys"
-    file.write_text("anna key-of-anna requests=1\nbert key-of-bert tokens_per_s=20\n")
-    return file
+    return write_secret(tmp_path / "keys", "anna key-of-anna requests=1\nbert key-of-bert tokens_per_s=20\n")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +142,7 @@ def test_keys_let_in_and_limit(engine: Engine, keys: Path) -> None:
         assert bert.completions.create(**SHORT).usage.total_tokens > 20
         with pytest.raises(openai.RateLimitError, match="20 tokens"):
             bert.completions.create(**SHORT)
-        keys.write_text("anna another-key\n")
+        write_secret(keys, "anna another-key\n")
         eventually(lambda: _is_let_in(api, "another-key"))
         assert not _is_let_in(api, "key-of-bert")
 

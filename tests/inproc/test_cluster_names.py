@@ -15,7 +15,7 @@ import torch
 
 import symbiosis
 from symbiosis.client.session import Session
-from symbiosis.clusters import Member, Told, clusters_dir, folder_of, tell
+from symbiosis.clusters import Member, Told, folder_of, tell
 from symbiosis.errors import ConfigError, ExecutorUnavailable
 from symbiosis.executor.model.load import load_model
 from symbiosis.protocol import Op
@@ -34,8 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @contextlib.contextmanager
 def running() -> Iterator[None]:
     """A cluster that has told nothing yet."""
-    for folder in (clusters_dir().parent, clusters_dir(), folder_of("lab")):
-        make_folder(folder)
+    make_folder(folder_of("lab"))
     with (folder_of("lab") / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

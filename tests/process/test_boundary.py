@@ -1,5 +1,6 @@
 """Whose folders and sockets are used, who is let in, and what messages leave behind."""
 
+import ctypes
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import torch
 import symbiosis
 from symbiosis import transport
 from symbiosis.client.session import Session
-from symbiosis.config import default_endpoints, runtime_dir
+from symbiosis.config import default_endpoints
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
 from symbiosis.logs import JsonFormatter, TextFormatter
 from symbiosis.protocol import (
@@ -36,6 +37,7 @@ from symbiosis.protocol import (
     encode_control,
 )
 from symbiosis.security import ownership
+from symbiosis.security.folders import Use, user_folder
 from symbiosis.security.ownership import check_folder, make_folder
 from symbiosis.transport.control import received
 from symbiosis.transport.cuda.driver import WordPage
@@ -90,10 +92,12 @@ def test_a_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
 
 
 def test_a_shared_place_itself_may_be_used_where_nobody_replaces_what_is_ours(shared_place: Path) -> None:
-    check_folder(shared_place)
-    shared_place.chmod(0o777)
+    check_folder(shared_place, shared=True)
     with pytest.raises(ConfigError, match="can be written by others"):
         check_folder(shared_place)
+    shared_place.chmod(0o777)
+    with pytest.raises(ConfigError, match="can be written by others"):
+        check_folder(shared_place, shared=True)
 
 
 def other_users(place: Path) -> None:
@@ -135,12 +139,13 @@ def test_what_another_user_made_beforehand_is_not_used(
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(shared_place))
     squat, reason = SQUATTED[how]
-    squat(runtime_dir())
+    runtime = user_folder(Use.RUNTIME)
+    squat(runtime)
     with pytest.raises(ConfigError, match=reason):
         default_endpoints()
     if how != "a link":  # a path that the operator wrote may lead over a link of hers
         with pytest.raises(ConfigError, match=f"{reason}|cannot make"):
-            symbiosis.Executor(tiny_llama(), listen=f"local://{runtime_dir()}/executor.sock")
+            symbiosis.Executor(tiny_llama(), listen=f"local://{runtime}/executor.sock")
     with pytest.raises(ConfigError, match=reason):
         symbiosis.wrap(tiny_llama())
 
@@ -163,7 +168,26 @@ def test_anothers_runtime_folder_in_the_environment_is_not_used(
     """As after `su`, or `sudo -E`."""
     other_users(theirs := shared_place / "theirs")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(theirs))
-    assert runtime_dir().parent != theirs
+    assert user_folder(Use.RUNTIME).parent != theirs
+
+
+def looks_from_a_namespace_without_root() -> object:
+    libc = ctypes.CDLL(None)
+    if libc.prctl(4, 1, 0, 0, 0) or libc.unshare(0x10000000):  # PR_SET_DUMPABLE: it was root's; CLONE_NEWUSER
+        return "no namespace"
+    Path("/proc/self/uid_map").write_text(f"{STRANGER - 1} {STRANGER - 1} 1")
+    ownership._root_from_within.cache_clear()
+    return Path("/").stat().st_uid, ownership.why_not_ours(Path("/tmp/not-there-yet"))
+
+
+@as_root
+def test_a_namespace_without_root_trusts_the_folders_that_are_roots() -> None:
+    """As containers without privileges have it: there they seem to be nobody's."""
+    said = as_user(STRANGER - 1, looks_from_a_namespace_without_root)
+    if said == "no namespace":
+        pytest.skip("this kernel gives no namespaces to users")
+    overflow = Path("/proc/sys/kernel/overflowuid").read_text().strip()
+    assert said == f"({overflow}, None)"
 
 
 def test_a_socket_that_is_a_link_is_not_served(tmp_path: Path) -> None:

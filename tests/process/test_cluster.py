@@ -30,6 +30,7 @@ from symbiosis.tools.cluster.process import descendants
 from tests.browser import browser, is_installed
 from tests.cluster import AS_FRONT, Running, cluster, wait_for_servers
 from tests.processes import run
+from tests.secret_files import write_secret
 from tests.serving_api import client, eventually, web
 
 FILE = """
@@ -56,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Running]:
     shutil.copytree(DEMO_MODEL / "adapters", folder / "adapters")
-    (folder / "keys").write_text("alice alice-key-1 admin\nbob bob-key-22 requests=1\n")
+    write_secret(folder / "keys", "alice alice-key-1 admin\nbob bob-key-22 requests=1\n")
     before = os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = str(folder)
     try:

@@ -21,6 +21,7 @@ from symbiosis.clusters import Member, executors_at
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.tools.cluster.process import descendants
 from tests.cluster import Running, cluster, wait_for_servers
+from tests.secret_files import write_secret
 from tests.serving_api import client, eventually, web
 
 ray = pytest.importorskip("ray")
@@ -229,7 +230,7 @@ KEYED = FILE.replace("backend: ray", "backend: ray\napi_keys: keys")
 
 def test_a_program_waits_for_a_cluster_that_starts_and_keys_hold_on_all_nodes(nodes: Any, tmp_path: Path) -> None:
     """The program finds no cluster, then none that has told of itself, then executors that have no place."""
-    (tmp_path / "keys").write_text("alice alice-key-1\n")
+    write_secret(tmp_path / "keys", "alice alice-key-1\n")
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     ids = torch.tensor([list(PROMPT.encode())])
     wanted, asked = model(ids).logits, {"model": "demo", "prompt": PROMPT, "max_tokens": 1}

@@ -1,11 +1,14 @@
 """Forked children: sessions are joined anew, answers are tested by the child itself, and an embedded executor stays its parent's."""
 
 import copy
+import ctypes
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +16,7 @@ import symbiosis
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, ExecutorUnavailable
 from symbiosis.protocol import Op
+from tests.processes import Client, Executor, Process
 from tests.unit.test_verify import BATCH, EXECUTOR, layer, of
 
 
@@ -33,6 +37,37 @@ def test_forked_process_joins_anew(ids: Tensor, llama: nn.Module, serve: Callabl
     torch.set_num_threads(threads)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(logits(model, ids), expected)
+
+
+def called_after_a_fork_by_libc(say: Callable, url: str, leaves: bool) -> tuple[bool, bool, int]:
+    """Whether parent and child got their answers, the child in a session of its own, and how often the parent had to join again."""
+    session, x = Session(url), torch.ones(2, 3)
+    number = session.welcome.session
+    reader, writer = os.pipe()
+    if not (child := ctypes.PyDLL(None).fork()):
+        signal.alarm(30)
+        if leaves:
+            session.close()
+        else:
+            right = torch.equal(session.call(Op.ECHO, 0, x), x) and session.welcome.session != number
+            os.write(writer, b"y" if right else b"n")
+        os._exit(0)
+    os.close(writer)
+    theirs = os.read(reader, 1) == b"y"
+    os.waitpid(child, 0)
+    return torch.equal(session.call(Op.ECHO, 0, 2 * x), 2 * x), theirs or leaves, session.stats.reconnects
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["calls", "leaves"])
+@pytest.mark.parametrize("listen", ["local://{}/x.sock", "tcp://127.0.0.1:0"], ids=["local", "tcp"])
+def test_a_child_that_python_is_not_told_of_leaves_its_parents_session_alone(
+    listen: str, leaves: bool, processes: list[Process], tmp_path: Path
+) -> None:
+    executor = Executor("demo", "--listen", listen.format(tmp_path), log=tmp_path / "log")
+    processes.append(executor)
+    client = Client(called_after_a_fork_by_libc, executor.endpoint, leaves)
+    processes.append(client)
+    assert client.result() == (True, True, 0)
 
 
 def test_forked_process_leaves_the_connections_of_its_parents_threads_alone(

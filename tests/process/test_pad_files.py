@@ -19,6 +19,7 @@ import symbiosis
 from symbiosis.client.privacy import pad_register
 from symbiosis.client.privacy.pads import AT_ONCE, PadFile
 from symbiosis.errors import ConfigError, WrapError
+from symbiosis.security.folders import Use, user_folder
 from symbiosis.tools.make_pads import make
 from tests.conftest import tiny_llama
 from tests.private import recorded
@@ -240,9 +241,9 @@ def test_a_relative_state_home_is_ignored(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", str(tmp_path))
     for chosen in ("", "state", "./state"):
         monkeypatch.setenv("XDG_STATE_HOME", chosen)
-        assert pad_register.folder() == tmp_path / ".local/state/symbiosis/pads"
+        assert user_folder(Use.STATE, "pads") == tmp_path / ".local/state/symbiosis/pads"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert pad_register.folder() == tmp_path / "state/symbiosis/pads"
+    assert user_folder(Use.STATE, "pads") == tmp_path / "state/symbiosis/pads"
 
 
 def test_a_register_on_a_full_disk_is_an_error_before_anything_is_used(

@@ -1,6 +1,7 @@
 """`Pads`: each pad is used once, by whomever, and a file that was changed is refused."""
 
 import copy
+import ctypes
 import fcntl
 import os
 import signal
@@ -28,6 +29,7 @@ from symbiosis.tools.make_pads import input_groups, make
 from tests.conftest import tiny_llama
 from tests.private import BITS, TOKENS, lora, one_step, recorded
 from tests.processes import until
+from tests.secret_files import write_secret
 
 
 def test_pads_are_found_for_what_a_model_calls_together() -> None:
@@ -68,7 +70,8 @@ def test_a_pad_is_written_off_before_it_is_used(serve: Callable, pads: Callable)
     assert [min(found) for found in left] == [TOKENS - 70, TOKENS - 70 - AT_ONCE]
 
 
-def test_no_pad_is_given_twice_to_threads_and_processes(pads: Callable) -> None:
+@pytest.mark.parametrize("fork", [os.fork, ctypes.PyDLL(None).fork], ids=["Python's", "libc's"])
+def test_no_pad_is_given_twice_to_threads_and_processes(fork: Callable[[], int], pads: Callable) -> None:
     path = pads(tiny_llama(), tokens=4000)
     files = [PadFile(path), PadFile(path)]
     given: list[int] = []
@@ -83,11 +86,13 @@ def test_no_pad_is_given_twice_to_threads_and_processes(pads: Callable) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(take, range(120)))
     read, write = os.pipe()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
+        signal.alarm(20)
         first = files[0].take(0, 7)
         os.write(write, first.to_bytes(8, "little"))
         os._exit(0)
+    os.close(write)
     here = [files[0].take(0, 7), files[1].take(0, 7)]
     there = int.from_bytes(os.read(read, 8), "little")
     os.waitpid(pid, 0)
@@ -186,7 +191,7 @@ def test_a_file_of_pads_is_its_owners_and_is_not_made_again(pads: Callable, tmp_
     with pytest.raises(ConfigError, match="must not be used twice"):
         make(str(tmp_path / "model"), 5, file)
     with pytest.raises(ConfigError, match="is not a pad file"):
-        PadFile(DEMO_MODEL / "config.json")
+        PadFile(write_secret(tmp_path / "config.json", (DEMO_MODEL / "config.json").read_text()))
     with pytest.raises(ConfigError, match="GB are free"):
         make(str(tmp_path / "model"), 10**12, tmp_path / "huge.pads")
     assert not (tmp_path / "huge.pads").exists()

@@ -20,6 +20,7 @@ from symbiosis.tools.cluster.process import descendants
 from tests.cluster import Running, cluster
 from tests.processes import Executor
 from tests.prometheus import DEPLOY, Prometheus, filled_in, needs_prometheus, panels, prometheus
+from tests.secret_files import write_secret
 from tests.serving_api import client, eventually, web
 
 pytestmark = [needs_prometheus, pytest.mark.timeout(300)]
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Running]:
     shutil.copytree(DEMO_MODEL / "adapters", folder / "adapters")
-    (folder / "keys").write_text(f"alice {KEY} admin\nbob bob-key-22\n")
+    write_secret(folder / "keys", f"alice {KEY} admin\nbob bob-key-22\n")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_RUNTIME_DIR", str(folder))
         with cluster(folder, FILE) as found:

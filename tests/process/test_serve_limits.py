@@ -12,6 +12,7 @@ import pytest
 import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
+from tests.secret_files import write_secret
 from tests.serving_api import Api, eventually, http_process, web
 
 SHORT: dict[str, Any] = {"model": "demo", "prompt": "a", "max_tokens": 2}
@@ -22,9 +23,10 @@ SOON_S = 5.0  # what is refused at once takes milliseconds, and what is not took
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(
+    write_secret(
+        keys,
         "one key-of-one requests=1\nslow key-of-slow tokens_per_s=50\nanna key-of-anna tokens_per_s=1000\nbob key-of-bob\n"
-        "debtor key-of-debtor tokens_per_s=1\n"
+        "debtor key-of-debtor tokens_per_s=1\n",
     )
     with (
         symbiosis.Executor("demo") as executor,

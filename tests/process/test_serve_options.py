@@ -14,6 +14,7 @@ import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from tests.processes import run
+from tests.secret_files import write_secret
 from tests.serving_api import WAIT_S, Command, client, eventually, web
 
 ADAPTERS = DEMO_MODEL / "adapters"
@@ -30,7 +31,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[symbiosis.Exe
 @pytest.fixture(scope="module")
 def command(executor: symbiosis.Executor, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text("many key-of-many\nfew key-of-few\n")
+    write_secret(keys, "many key-of-many\nfew key-of-few\n")
     command = Command(
         "--executor", executor.endpoint, "--adapters", f"loud={ADAPTERS / 'shout'}", "--adapters", f"code={ADAPTERS / 'python'}",
         "--policy", "vtc", "--api-keys", str(keys), "--max-batch", "2", "--max-tenant-batch", "2", "--adapters-in-batch", "1",

@@ -10,6 +10,7 @@ from symbiosis.cluster.front import relay
 from symbiosis.cluster.front.app import Front, make_app
 from symbiosis.cluster.front.view import Seen, View
 from symbiosis.clusters import Member, Told
+from tests.secret_files import write_secret
 
 KEY = {"Authorization": "Bearer anna-key-1"}
 PER_S, PROMPT = 1000, 100  # tokens
@@ -20,7 +21,7 @@ STREAM = HEAD % b"200 OK" + b': 0 17 4 .\ndata: {"choices":[{"index":0,"text":"a
 def charged(answer: bytes, state: str, folder: Path) -> int:
     """Return what a request costs a key, if a server in this state answers it so. Its client waits half a second."""
     keys = folder / "keys"
-    keys.write_text(f"anna anna-key-1 tokens_per_s={PER_S}\n")
+    write_secret(keys, f"anna anna-key-1 tokens_per_s={PER_S}\n")
     front = Front(View("none", {}), str(keys))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

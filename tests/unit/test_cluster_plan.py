@@ -53,6 +53,8 @@ def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> 
     for spec in (head, workers["template"]["spec"]):
         mounted = {each["name"] for each in spec["containers"][0]["volumeMounts"]}
         assert mounted == {each["name"] for each in spec["volumes"]}
+        assert spec["securityContext"]["fsGroup"], "by which the pods' user reads the keys"
+    assert head["volumes"][1]["secret"]["defaultMode"] == 0o440
     assert head["volumes"][0]["configMap"]["name"] == settings["metadata"]["name"]
     assert service["spec"]["selector"]["ray.io/cluster"] == cluster["metadata"]["name"]
     assert service["spec"]["ports"][0]["targetPort"] == plan.port

@@ -22,6 +22,7 @@ from symbiosis.clusters import Member, Told
 from symbiosis.serving.http.incoming.sharing import Held, Room
 from symbiosis.serving.http.link.lanes import LARGE
 from symbiosis.serving.http.outlet import outlet_to
+from tests.secret_files import write_secret
 
 KEYS = {name: {"Authorization": f"Bearer {name}-key-1"} for name in ("alice", "eve")}
 
@@ -43,7 +44,7 @@ def test_a_room_is_never_more_than_full_and_never_closed_to_who_has_nothing(aske
 @pytest.fixture
 def front(tmp_path: Path) -> Front:
     """A front end whose only server takes nothing yet: what is let in waits."""
-    (tmp_path / "keys").write_text("alice alice-key-1\neve eve-key-1\n")
+    write_secret(tmp_path / "keys", "alice alice-key-1\neve eve-key-1\n")
     view = View("none", {"eve": 3000})
     member = Member(name="m-server-1", kind="server", model="m", number=1, batch=8, share=4, most=4096)
     view.told, view.seen = Told(name="none", url="", members=(member,)), {1: Seen(member)}
@@ -150,7 +151,7 @@ def test_an_answer_that_is_held_counts_like_a_body() -> None:
 )
 def test_whoever_shows_a_key_is_no_stranger(front: Front, tmp_path: Path, method: str, path: str) -> None:
     """... so that strangers, who come in any number, take nobody's connection."""
-    (tmp_path / "keys").write_text("root root-key-1 admin\n")
+    write_secret(tmp_path / "keys", "root root-key-1 admin\n")
     app, known = make_app(Front(front.view, str(tmp_path / "keys"))), list[Any]()
     connection = SimpleNamespace(strangers=SimpleNamespace(leave=known.append))
 

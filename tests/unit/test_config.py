@@ -16,11 +16,12 @@ from typer.main import get_command
 import symbiosis
 from symbiosis import cli, config
 from symbiosis.client.session import Session
-from symbiosis.config import CHOICES, HINTS, Options, default_endpoints, load_options, read_config_file, runtime_dir
+from symbiosis.config import CHOICES, HINTS, Options, default_endpoints, load_options, read_config_file
 from symbiosis.errors import ConfigError
 from symbiosis.executor.preflight import check
 from symbiosis.executor.ranks.launched import is_launched, launched_options
 from symbiosis.protocol import Limits
+from symbiosis.security.folders import Use, user_folder
 
 EVERYTHING: dict[str, Any] = {
     "model": "demo", "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True,
@@ -256,7 +257,7 @@ def test_the_endpoint_comes_from_the_environment_else_from_this_users_directory(
     assert default_endpoints() == (f"local://{tmp_path}/symbiosis/executor.sock",)
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert runtime_dir().parent == tmp_path
+    assert user_folder(Use.RUNTIME).parent == tmp_path
 
 
 def test_the_default_endpoint_is_this_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from symbiosis.serving.http.failures import app_of
 from symbiosis.serving.http.front import Front as ServedFront
 from symbiosis.serving.http.link.messages import FrontOptions, Welcome
 from symbiosis.serving.options import ServeOptions
+from tests.secret_files import write_secret
 from tests.unit.test_serving_detokenize import bytes_tokenizer
 
 
@@ -90,7 +91,7 @@ def test_a_page_whose_name_leads_here_is_turned_away(of: str) -> None:
 
 
 def test_where_keys_are_needed_any_name_will_do_unless_some_are_given(tmp_path: Path) -> None:
-    (keys := tmp_path / "keys").write_text("anna sk-anna-1234\n")
+    keys = write_secret(tmp_path / "keys", "anna sk-anna-1234\n")
     keys.chmod(0o600)
     for names, status in (((), 404), (("llm.example.org",), 400)):
         for app in (

@@ -10,6 +10,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.incoming.keyed import Keyed
 from symbiosis.serving.http.keys import LONGEST_FILE, Keys, Tenant, read_keys
+from tests.secret_files import write_secret
 
 
 class Clock:
@@ -27,7 +28,7 @@ def refused(status: int) -> pytest.RaisesExc[ApiError]:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "keys"
-    path.write_text("# name key\nanna  sk-anna-1234 requests=2 tokens_per_s=100\n\nbert sk-bert-1234\n")
+    write_secret(path, "# name key\nanna  sk-anna-1234 requests=2 tokens_per_s=100\n\nbert sk-bert-1234\n")
     return path
 
 
@@ -119,7 +120,7 @@ def test_a_changed_file_is_read_again_and_what_is_under_way_is_not_forgotten(fil
     keys = Keys(file, clock)
     anna = keys.tenant("Bearer sk-anna-1234")
     anna.admit(2, now=0.0)
-    file.write_text("anna sk-anna-5678 requests=3\n")
+    write_secret(file, "anna sk-anna-5678 requests=3\n")
     os.utime(file, ns=(1, 1))
     clock.now = 2.0
     assert keys.tenant("Bearer sk-anna-5678") is anna and (anna.under_way, anna.requests) == (2, 3)
@@ -131,7 +132,7 @@ def test_a_changed_file_is_read_again_and_what_is_under_way_is_not_forgotten(fil
 def test_a_file_that_became_wrong_changes_nothing(file: Path) -> None:
     clock = Clock()
     keys = Keys(file, clock)
-    file.write_text("anna short\n")
+    write_secret(file, "anna short\n")
     clock.now = 2.0
     assert keys.tenant("Bearer sk-anna-1234").name == "anna"
     file.unlink()
@@ -164,7 +165,7 @@ def test_a_file_that_became_wrong_changes_nothing(file: Path) -> None:
 )
 def test_what_is_wrong_is_said_by_line_and_without_a_key(tmp_path: Path, text: str, told: str) -> None:
     file = tmp_path / "keys"
-    file.write_text(text)
+    write_secret(file, text)
     with pytest.raises(ConfigError, match=told) as error:
         read_keys(file)
     assert "secret" not in str(error.value)
@@ -207,7 +208,7 @@ def test_an_old_key_lets_in_beside_the_new_one_until_it_expires(file: Path, capl
 
 def test_only_administrators_change_adapters(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("alice secret-of-alice admin\nbob secret-of-bob requests=4\n")
+    write_secret(file, "alice secret-of-alice admin\nbob secret-of-bob requests=4\n")
     keys = Keys(file)
     keys.administrator("Bearer secret-of-alice")
     with pytest.raises(ApiError, match="may not change adapters") as refused:
@@ -219,9 +220,12 @@ def test_only_administrators_change_adapters(tmp_path: Path) -> None:
 NO_FILES = {
     "a pipe": (lambda path: os.mkfifo(path), "it is not a file"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "it is not a file"),
-    "too long": (lambda path: path.write_bytes(b"#" * (LONGEST_FILE + 1)), "more than"),
-    "a number that Python does not read": (lambda path: path.write_text(f"a 12345678 requests={'9' * 5000}"), "line 1"),
-    "what everybody may write": (lambda path: (path.write_text("a 12345678"), path.chmod(0o666)), "may be another"),
+    "too long": (lambda path: write_secret(path, "#" * (LONGEST_FILE + 1)), "more than"),
+    "a number that Python does not read": (
+        lambda path: write_secret(path, f"a 12345678 requests={'9' * 5000}"),
+        "line 1",
+    ),
+    "what everybody may write": (lambda path: write_secret(path, "a 12345678").chmod(0o666), "chmod 600"),
 }
 
 
@@ -239,7 +243,7 @@ def test_what_is_no_file_of_keys_keeps_the_ones_that_there_are(file: Path, tmp_p
 
 
 def test_a_mark_of_its_encoding_is_no_part_of_a_name(file: Path) -> None:
-    file.write_bytes("\ufeffanna sk-anna-1234".encode())
+    write_secret(file, "\ufeffanna sk-anna-1234")
     assert list(read_keys(file)) == ["anna"]
 
 
@@ -250,7 +254,7 @@ def test_who_has_no_limit_owes_nothing(file: Path) -> None:
     long = anna.admit(1, clock.now, tokens=100_000)
     for line in ("anna sk-anna-1234", "anna sk-anna-1234 tokens_per_s=100"):
         clock.now += 5.0
-        file.write_text(f"{line}\n")
+        write_secret(file, f"{line}\n")
         assert keys.tenant("Bearer sk-anna-1234") is anna
         if not anna.tokens_per_s:
             long.spend(10)

@@ -2,7 +2,6 @@
 
 import atexit
 import itertools
-import os
 import threading
 import time
 import weakref
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from symbiosis.errors import RemoteWeightError
+from symbiosis.security.forks import at_fork
 from symbiosis.transport.base import Connection
 
 LONGEST_PAUSE_S = 10.0  # between two beats, however seldom the executor wants them
@@ -94,5 +94,5 @@ def _leave() -> None:
         session.close(max(0.0, end - time.monotonic()))
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork(_after_fork)
 atexit.register(_leave)

@@ -21,6 +21,7 @@ from symbiosis.errors import CallError, CaptureError, Code, WrapError
 from symbiosis.kernels.integers import quantise
 from symbiosis.protocol import Call, Op, Priority, View, width
 from symbiosis.security.fingerprint import digest
+from symbiosis.security.forks import look_for_fork
 from symbiosis.transport import Connection
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
 
@@ -97,6 +98,7 @@ class Pinned(Session):
 
     def ask(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> list[Tensor]:
         """Send what is masked by now; again, byte by byte the same, if no answer comes."""
+        look_for_fork()
         return self._send(call, payload, shapes)
 
     def __reduce__(self) -> tuple[Any, ...]:

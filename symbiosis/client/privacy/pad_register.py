@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from symbiosis.errors import ConfigError
+from symbiosis.security.folders import Use, user_folder
 
 COUNTER = struct.Struct("<QI")  # a number and its checksum
 
@@ -60,20 +61,12 @@ def locked(fd: int, path: Path) -> Iterator[None]:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def folder() -> Path:
-    """Return the folder of the register: `$XDG_STATE_HOME/symbiosis/pads`, else in `~/.local/state`. A relative `$XDG_STATE_HOME` is
-    ignored, as its specification demands: it would be another folder when the program changes its own."""
-    chosen = Path(os.environ.get("XDG_STATE_HOME", ""))
-    return (chosen if chosen.is_absolute() else Path("~/.local/state").expanduser()) / "symbiosis" / "pads"
-
-
 @contextmanager
 def registered(name: str, streams: int) -> Iterator[Counters]:
     """Return the numbers of the file of this name; zeros for a file that was never used here."""
-    path = folder() / name
+    path = user_folder(Use.STATE, "pads", make=True) / name
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise _unwritten(path, error) from None
     try:

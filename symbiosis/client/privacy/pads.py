@@ -33,7 +33,9 @@ from symbiosis.client.privacy.pad_register import Counters, Damaged, locked, pac
 from symbiosis.client.privacy.verify import Proofs
 from symbiosis.errors import ConfigError, PadsUsedUp, WrapError
 from symbiosis.protocol import MAX_GROUP, Op, Priority
+from symbiosis.security.forks import at_fork, look_for_fork
 from symbiosis.security.keystream import keystream
+from symbiosis.security.secret_files import create_secret, open_secret
 
 AT_ONCE = 64  # rows that are written off together, as every writing waits for the disk
 _AGAIN = "make another file with symbiosis pads MODEL --tokens N -o FILE, and wrap the model with it"
@@ -75,7 +77,7 @@ class PadFile:
     def create(path: Path, contents: Contents) -> None:
         """Create a file with no pad used and with room for the effects. Only its owner can read it."""
         head = msgspec.msgpack.encode(contents)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(create_secret(path), "wb") as file:
             file.write(opening(head) + head)
             file.write(packed(0) * len(contents.streams))
             assert file.tell() <= data_start(contents)
@@ -83,7 +85,7 @@ class PadFile:
 
     def _open(self) -> int:
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            fd = open_secret(self.path, os.O_RDWR)
         except OSError as error:
             raise ConfigError(
                 f"{self.path} cannot be opened for reading and writing ({error.strerror}): a file of pads is made with symbiosis pads, "
@@ -102,11 +104,13 @@ class PadFile:
 
     def left(self, stream: int) -> int:
         """How many pads are left."""
+        look_for_fork()
         with self._lock, self._alone() as (used, _):
             return self.contents.tokens - used[stream]
 
     def take(self, stream: int, rows: int) -> int:
         """Return the number of the first of so many pads that were never used, and never will be again."""
+        look_for_fork()
         with self._lock:
             self._must_be_the_same()
             first, end = self._mine.get(stream, (0, 0))
@@ -298,4 +302,4 @@ def _after_fork() -> None:
         file.forget_parent()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork(_after_fork)

@@ -14,7 +14,8 @@ import msgspec
 from symbiosis.build import build
 from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit, is_vain
-from symbiosis.clusters import Member, Told, folder_of
+from symbiosis.clusters import Member, Told, read_told, told_file
+from symbiosis.errors import ConfigError
 from symbiosis.logs import JsonLines, request_id
 from symbiosis.procs import parent_is_gone
 from symbiosis.serving.http.incoming.sharing import Room
@@ -102,7 +103,7 @@ class View:
     """
 
     def __init__(self, cluster: str, limits: dict[str, int], log: JsonLines | None = None) -> None:
-        self._file, self._stamp = folder_of(cluster) / "told.json", (0, 0)
+        self._file, self._stamp = told_file(cluster), (0, 0)
         self.limits, self._log = limits, log
         self.room = Room(MOST_WAITING)  # for what waits
         self.told = Told(name=cluster, url="")
@@ -124,12 +125,16 @@ class View:
         """Take what the cluster tells, if that is new. A front end that has outlived its cluster has nothing to do with the next one."""
         if parent_is_gone():
             return
-        with suppress(OSError, msgspec.MsgspecError):
-            status = self._file.stat()
+        with suppress(OSError):
+            status = self._file.lstat()
             stamp = status.st_mtime_ns, status.st_ino  # a file that is replaced twice within 4 ms may have one time
-            if stamp != self._stamp:
-                self._take(msgspec.json.decode(self._file.read_bytes(), type=Told))
-                self._stamp = stamp
+            if stamp == self._stamp:
+                return
+            try:
+                self._take(read_told(self.told.name))
+            except ConfigError as error:
+                logger.warning("this front end goes on with what it knew: %s", error)
+            self._stamp = stamp
 
     def url(self, number: int) -> str:
         """Return where a server answers. Raises `Lost` if it is gone."""

@@ -21,6 +21,7 @@ from symbiosis.executor.scheduling.rules import JOIN_BELOW
 from symbiosis.executor.work import DeviceCall, DeviceWork, Round, RowAddresses, Work, call_error
 from symbiosis.kernels.gpu.graphs import GraphPool
 from symbiosis.protocol import Call, Op, Reply
+from symbiosis.security.folders import check_caches
 from symbiosis.transport.base import Peer, refuse
 from symbiosis.transport.cuda.driver import HIGHEST, shares_time
 from symbiosis.transport.tensors import TORCH_DTYPE
@@ -55,6 +56,7 @@ class Launcher:
         self._pace: Pace | None = None
         self.stream = 0  # of the device; 0 where there is none
         if self.device.type == "cuda":
+            check_caches()
             self._stream = torch.cuda.Stream(self.device, priority=HIGHEST)
             self._aside = torch.cuda.Stream(self.device)
             self._pool, self._pool_aside = GraphPool(), GraphPool()

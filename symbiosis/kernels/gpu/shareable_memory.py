@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from symbiosis.errors import ConfigError
 from symbiosis.kernels.compile_c import compiled
 
 logger = logging.getLogger("symbiosis")
@@ -20,8 +21,8 @@ def _allocator() -> "torch.cuda.memory.CUDAPluggableAllocator | None":
     try:
         with compiled(SOURCE, *FLAGS) as library:
             return torch.cuda.memory.CUDAPluggableAllocator(library, "take", "give")
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.info("captured steps copy their rows and results, because there is no C compiler: %s", error)
+    except (ConfigError, OSError, subprocess.SubprocessError) as error:
+        logger.info("captured steps copy their rows and results, because nothing in C could be compiled: %s", error)
         return None
 
 

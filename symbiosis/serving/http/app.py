@@ -1,7 +1,6 @@
 """The routes: OpenAI's, vLLM's for adapters, and those for operators."""
 
 import os
-import tempfile
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from starlette.types import ASGIApp
 
 from symbiosis import __version__
 from symbiosis.build import build
+from symbiosis.security.folders import Use, temporary_folder, user_folder
 from symbiosis.serving.adapter import IS_THE_BASE
 from symbiosis.serving.http import page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
@@ -194,13 +194,13 @@ async def put_adapter(front: Front, request: Request) -> ASGIApp:
     front.administrator(request)
     name = request.path_params["name"]
     _check_name(front, name)
-    uploads = front.options.uploads or tempfile.gettempdir()
+    uploads = Path(front.options.uploads or user_folder(Use.TEMPORARY, make=True))
     with (
-        storing("the server's folder for adapters that are sent", Path(uploads)),
-        tempfile.TemporaryDirectory(prefix="symbiosis-adapter-", dir=uploads) as folder,
+        storing("the server's folder for adapters that are sent", uploads),
+        temporary_folder("symbiosis-adapter-", uploads) as folder,
     ):
-        await received(front.bodies, front.options.max_adapter_bytes, request, Path(folder))
-        return _json(await front.remote.ask(AdapterInfo, "add", name, folder))
+        await received(front.bodies, front.options.max_adapter_bytes, request, folder)
+        return _json(await front.remote.ask(AdapterInfo, "add", name, str(folder)))
 
 
 async def delete_adapter(front: Front, request: Request) -> ASGIApp:

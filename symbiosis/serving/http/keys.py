@@ -3,9 +3,7 @@
 import hashlib
 import hmac
 import logging
-import os
 import re
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +11,8 @@ from math import inf
 from pathlib import Path
 
 from symbiosis.errors import ConfigError
-from symbiosis.security.keys import doubt, moment
+from symbiosis.security.keys import moment
+from symbiosis.security.secret_files import read_secret
 from symbiosis.serving.http.failures import ApiError, wrong
 
 logger = logging.getLogger("symbiosis")
@@ -204,11 +203,9 @@ class Keys:
 def read_keys(file: Path) -> dict[str, Tenant]:
     """Return the tenants of a file by name. A `ConfigError` never shows a key."""
     try:
-        lines, why = _text(file).split("\n"), doubt(file)
+        lines = read_secret(file, LONGEST_FILE).decode("utf-8-sig").split("\n")  # as editors on Windows write it
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API keys in {file}: {error}") from None
-    if why:
-        raise ConfigError(f"the API keys may be another user's: {why}")
     found: dict[str, Tenant] = {}
     digests = set[bytes]()
     for number, line in enumerate(lines, 1):
@@ -222,17 +219,6 @@ def read_keys(file: Path) -> dict[str, Tenant]:
     if not found:
         raise ConfigError(f"{file} has no API keys: {LINE}")
     return found
-
-
-def _text(file: Path) -> str:
-    """Return what is in a file. A pipe would wait for who writes it, and with it all whose keys are compared meanwhile."""
-    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise OSError("it is not a file")
-        told = opened.read(LONGEST_FILE + 1)
-    if len(told) > LONGEST_FILE:
-        raise OSError(f"it has more than {LONGEST_FILE} bytes")
-    return told.decode("utf-8-sig")  # as editors on Windows write it
 
 
 def _tenant(words: list[str], where: str) -> Tenant:
@@ -282,4 +268,4 @@ def _digest(key: str) -> bytes:
 
 def _stamp(file: Path) -> tuple[int, int]:
     found = file.stat()
-    return found.st_mtime_ns, found.st_size
+    return found.st_ctime_ns, found.st_size  # which another mode changes, too

@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor
 
 import symbiosis
 from symbiosis.client.privacy.masked_session import Privacy, checked_bits
+from symbiosis.security.folders import temporary_folder
 from symbiosis.tools.audit import adapters, attacks, broken
 from symbiosis.tools.audit.exact import Unmasked, unequal_values
 from symbiosis.tools.audit.operator_view import Claim, OperatorView
@@ -126,16 +126,16 @@ def run(level: Level, quick: bool, bits: int = 8, tcp: bool = False, tokens: int
 
 
 def audit(level: Level, size: Size, work: Work, public: PublicKnowledge, tcp: bool = False) -> list[Row]:
-    with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
+    with temporary_folder("symbiosis-audit-") as folder:
         say("the owner works without protection, and everything is attacked: this shows what attacks can do")
-        with setup("none", size, work, Path(folder), public.bits, tcp) as plain:
+        with setup("none", size, work, folder, public.bits, tcp) as plain:
             scores, controls = unprotected(plain, size, work, public)
         if level == "none":
             return [
                 Row(attack, "", score, score, SUCCESS, 1.0, controls.get(attack)) for attack, score in scores.items()
             ]
         say(f"the owner works again, at level {level}")
-        with setup(level, size, work, Path(folder), public.bits, tcp) as protected:
+        with setup(level, size, work, folder, public.bits, tcp) as protected:
             owner = own(*protected, work, size)
             rows = judged(level, protected, owner, scores, size, work, public)
             return [replace(row, control=controls.get(row.attack)) for row in rows]

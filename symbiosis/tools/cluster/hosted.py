@@ -1,5 +1,6 @@
 """One process of a cluster on a node of Ray: an actor there makes its files, starts it and watches it, as `cluster up` does on its own host."""
 
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -7,8 +8,9 @@ from pathlib import Path
 import msgspec
 
 from symbiosis.cluster.plan import Plan
-from symbiosis.clusters import clusters_dir
+from symbiosis.clusters import folder_of
 from symbiosis.security.ownership import make_folder
+from symbiosis.security.secret_files import create_secret
 from symbiosis.tools.cluster import start
 from symbiosis.tools.cluster.process import Process
 
@@ -63,8 +65,6 @@ class Hosted:
         """
         self._node = node
         self._remove_files()
-        make_folder(clusters_dir().parent)
-        make_folder(clusters_dir())
         make_folder(self._folder)
         host = "127.0.0.1" if node == self._task.home else address
         self._process = self._server(host) if self._task.executor else self._executor(host, port)
@@ -92,8 +92,8 @@ class Hosted:
         make_folder(tenants)
         for name, text in self._task.keys.items():
             file = (tenants if name.endswith(".pub") else self._keys) / name
-            file.touch(mode=0o600)
-            file.write_text(text)
+            with os.fdopen(create_secret(file), "w") as opened:
+                opened.write(text)
         url = f"tcp://{host}:{port if port and start.is_free(host, port) else start.free_port(host)}"
         return start.Beyond(url, self._keys / f"{EXECUTOR_KEY}.key", tenants)
 
@@ -122,7 +122,7 @@ class Hosted:
     @property
     def _folder(self) -> Path:
         """What processes of the cluster have on this node. No cluster of this host has such a name."""
-        return clusters_dir() / f"{self._task.plan.name}@ray"
+        return folder_of(f"{self._task.plan.name}@ray")
 
     @property
     def _keys(self) -> Path:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from symbiosis.cluster.placement import Server, State, Wish
 from symbiosis.cluster.plan import Plan
 from symbiosis.cluster.scaling import consolidate, scale
-from symbiosis.clusters import Told, clusters_dir, folder_of, tell
+from symbiosis.clusters import Told, folder_of, tell
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.procs import when_told_to_end
 from symbiosis.security.ownership import make_folder
@@ -348,8 +348,6 @@ class Cluster:
 @contextmanager
 def locked(plan: Plan) -> Iterator[Path]:
     """Have the cluster's folder for this process alone. It is gone at the end."""
-    make_folder(clusters_dir().parent)
-    make_folder(clusters_dir())
     folder = folder_of(plan.name)
     make_folder(folder)
     with (folder / "lock").open("w") as lock:

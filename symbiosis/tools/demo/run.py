@@ -1,7 +1,6 @@
 """Runs the demo: starts all processes, shows what they do, and compares the results with plain transformers and PEFT."""
 
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from rich.text import Text
 from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError
 from symbiosis.executor.observe.snapshot import Snapshot
+from symbiosis.security.folders import temporary_folder
 from symbiosis.tools.demo.compare import Comparison, compare
 from symbiosis.tools.demo.display import display
 from symbiosis.tools.demo.tasks import PROMPT, TASKS
@@ -60,13 +60,13 @@ def run(steps: int, tokens: int, keep: Path | None) -> int:
 @contextmanager
 def folders(keep: Path | None) -> Iterator[tuple[Path, Path]]:
     """Yield the folder of the socket, whose path must be short, and that of adapters and logs."""
-    with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as temporary:
-        folder = keep or Path(temporary)
+    with temporary_folder("symbiosis-demo-") as temporary:
+        folder = keep or temporary
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
-        yield Path(temporary), folder
+        yield temporary, folder
 
 
 def split_and_compare(console: Console, endpoint: str, folder: Path, steps: int, tokens: int) -> DemoResults:

@@ -12,6 +12,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
 from symbiosis.executor.preflight import SMALLER, check_room, fewer_bits
 from symbiosis.memory import free_memory
+from symbiosis.security.folders import check_caches
 from symbiosis.serving.options import ServeOptions
 from symbiosis.tools import footprint
 
@@ -122,7 +123,15 @@ def check_chat_template(options: ServeOptions) -> None:
     chat_template(options)
 
 
-TESTS = (check_packages, check_model, check_memory, check_executor, check_adapters, check_keys, check_chat_template)
+def check_compiled(options: ServeOptions) -> None:
+    if options.compile:
+        check_caches()
+
+
+TESTS = (
+    check_packages, check_model, check_memory, check_executor, check_adapters, check_keys, check_chat_template,
+    check_compiled,
+)  # fmt: skip
 
 
 def bound(options: ServeOptions) -> socket.socket:

@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,18 +14,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from symbiosis import procs
 from symbiosis.build import build
-from symbiosis.config import runtime_dir
 from symbiosis.endpoints import socket_path
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.model.checkpoint import located
 from symbiosis.logs import name_process, set_up_logging
 from symbiosis.memory import look_at_what_is_new
+from symbiosis.security.folders import Use, process_folder
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import FrontOptions, Welcome
 from symbiosis.serving.http.link.pulse import SILENT_S
 from symbiosis.serving.options import ServeOptions
 from symbiosis.tools.serve.children import RestartingChild, executor_code, http_code
-from symbiosis.tools.serve.folders import own_folder
 from symbiosis.tools.serve.preflight import chat_template, folder_of, named
 
 if TYPE_CHECKING:
@@ -68,8 +66,8 @@ class ServeProcesses:
         with ExitStack() as stack:
             procs.when_told_to_end(self._end, self._end_at_once)
             procs.while_needed(self._is_needed)
-            self._folder = stack.enter_context(own_folder(runtime_dir()))
-            self._uploads = stack.enter_context(own_folder(uploads_dir()))
+            self._folder = stack.enter_context(process_folder(Use.RUNTIME))
+            self._uploads = stack.enter_context(process_folder(Use.TEMPORARY))
             stack.callback(self._http.kill)
             stack.callback(self._executor.stop)
             try:
@@ -236,11 +234,6 @@ class ServeProcesses:
         too_long.daemon = True
         too_long.start()
         self._link.close()
-
-
-def uploads_dir() -> Path:
-    """Return the folder for adapters that are being sent, which may be large."""
-    return Path(tempfile.gettempdir()) / f"symbiosis-{os.getuid()}"
 
 
 def model_name(options: ServeOptions) -> str:

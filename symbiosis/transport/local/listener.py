@@ -13,7 +13,7 @@ from time import monotonic
 
 from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.protocol import Hello
-from symbiosis.security.ownership import check_socket, is_trusted, make_folder, peer_uid, user_name
+from symbiosis.security.ownership import check_socket, is_trusted, make_folder, peer_uid, resolved, user_name
 from symbiosis.transport import control
 from symbiosis.transport.base import UNJOINED_S, ServerPort
 from symbiosis.transport.cuda.peer import DevicePeer
@@ -115,7 +115,7 @@ class LocalListener:
 
 def bind(path: Path) -> socket.socket:
     """Listen at `path`, in place of a socket that a dead executor left behind, and only in a folder where no other user can put one."""
-    make_folder(path.parent.resolve())
+    make_folder(resolved(path.parent), shared=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     old = os.umask(0o177)
     try:
