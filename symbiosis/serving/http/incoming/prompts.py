@@ -1,6 +1,7 @@
 """Prompts and chats become tokens. What is cheap to know of them is checked at once; the rest may take long, and any thread may do it."""
 
 import re
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
@@ -19,6 +20,7 @@ NOT_SHOWN = (
     "the model's chat template shows no {!r} of messages, and would ignore it: leave it out, or say it in the content"
 )
 REASONING = {"reasoning_content", "reasoning", "thinking"}  # names of one field: transformers gives it by each
+LONGEST_NAME = 256  # of a field
 PARSES = re.compile(r"arguments\b['\"\]]*\s*\|\s*(tojson|items)")
 
 
@@ -35,6 +37,7 @@ class Prompts:
         self._tokenizer, self._longest, self._vocabulary, self._most = tokenizer, longest, vocabulary, most
         template = getattr(tokenizer, "chat_template", None) or ""
         self._template = template if isinstance(template, str) else "\n".join(template.values())
+        self._parses = PARSES.search(self._template) is not None
         self.most_characters = longest * max(map(len, tokenizer.get_vocab()), default=1)
 
     def several(self, given: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -89,15 +92,11 @@ class Prompts:
                 f"chat_template_kwargs may not have {min(own)!r}, which is the server's", "chat_template_kwargs"
             )
         for name in options:
-            if self._template and not self._reads(name) and (name, options[name]) != ("verbosity", "medium"):
+            if self._template and not reads(self._template, name) and (name, options[name]) != ("verbosity", "medium"):
                 raise wrong(
                     f"the model's chat template reads no {name[:100]!r}, and would ignore it: leave it out",
                     name if name in OF_TEMPLATE else "chat_template_kwargs",
                 )
-
-    def _reads(self, name: str) -> bool:
-        """Whether the chat template has this word."""
-        return re.search(rf"\b{re.escape(name)}\b", self._template) is not None
 
     def _plain(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message as templates expect it: without fields that say nothing, and with its content as one text."""
@@ -105,9 +104,9 @@ class Prompts:
             raise wrong(f"each message has a role: {', '.join(ROLES)}, and not {str(role)[:100]!r}", "messages")
         told = {name: value for name, value in message.items() if value is not None and value != []}
         for name in told.keys() - GIVEN:
-            if not any(map(self._reads, REASONING if name in REASONING else (name,))):
+            if not any(reads(self._template, each) for each in (REASONING if name in REASONING else (name,))):
                 raise wrong(NOT_SHOWN.format(name[:100]), "messages")
-        if isinstance(calls := told.get("tool_calls"), list) and PARSES.search(self._template):
+        if self._parses and isinstance(calls := told.get("tool_calls"), list):
             told["tool_calls"] = [_parsed(call) for call in calls]
         content = message.get("content")
         if content is not None or role != "assistant":
@@ -126,6 +125,16 @@ def too_long(longest: int, size: str, name: str) -> ApiError:
         "context_length_exceeded",
         "too_long",
     )
+
+
+@lru_cache(maxsize=256)
+def reads(template: str, name: str) -> bool:
+    """Return whether a chat template has this word.
+
+    >>> reads("{{ message.thinking }}", "thinking"), reads("{{ message.thinking }}", "think")
+    (True, False)
+    """
+    return len(name) <= LONGEST_NAME and re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def without(message: dict[str, Any], name: str) -> dict[str, Any]:
