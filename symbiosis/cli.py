@@ -12,7 +12,8 @@ import typer
 import typer.core
 
 from symbiosis.build import build
-from symbiosis.config import default_endpoints, load_as, load_options
+from symbiosis.config import load_as, load_options
+from symbiosis.endpoints import default_endpoints
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.memory import look_seldom
 from symbiosis.text import shown

@@ -1,17 +1,16 @@
-"""The executor's options: defaults, configuration file, command line; and where endpoints live by default."""
+"""The executor's options: defaults, configuration file, command line."""
 
 import math
 import os
-import re
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from symbiosis.dtypes import check_dtype
 from symbiosis.endpoints import HOST, of_rank, reaches_other_hosts, socket_path
 from symbiosis.errors import ConfigError
 from symbiosis.protocol import LARGEST_LIMIT, LONGEST_BEAT_S, LONGEST_NAME, MOST_RANKS, SHORTEST_BEAT_S, Limits
-from symbiosis.security.folders import Use, user_folder
 
 RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s"))
 OptionsType = TypeVar("OptionsType", bound=msgspec.Struct)
@@ -19,8 +18,6 @@ PolicyName = Literal["immediate", "lockstep", "opportunistic"]  # `executor/sche
 LAST_GPU = 255
 SMALLEST_SHARE, LARGEST_SHARE, MOST_UNLIKE = 1e-6, 1e15, 1000
 MAY_BE_ZERO = ("max_wait_us", "spread_rows", "gather_buffers")
-BETWEEN_URLS = re.compile(r"[\s,]+(?=\w+://)")
-DTYPE_BITS = {"float64": 64, "double": 64, "float32": 32, "float": 32, "float16": 16, "half": 16, "bfloat16": 16}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -255,12 +252,6 @@ def gpus_of(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def check_dtype(name: str | None) -> None:
-    """Raise `ConfigError` unless `name` is a floating-point type, or None for the checkpoint's."""
-    if name is not None and name not in DTYPE_BITS:
-        raise ConfigError(f"--dtype {name!r} is not a floating-point type: float32, bfloat16, float16 or float64")
-
-
 def load_options(given: dict[str, object], file: Path | None = None) -> Options:
     """Load options: those from the command line (`given`, without what was not said) over those of a YAML file over the defaults.
 
@@ -345,22 +336,3 @@ def _of_its_kind(name: str, value: object, hints: dict[str, Any], command: str) 
         kind, *more = get_args(hints[name]) or (hints[name],)
         wanted = KINDS[kind] + (", or a list of such" if Ellipsis in more else "")
         raise ConfigError(f"wrong option: {name.replace('_', '-')} is {wanted}, not {value!r:.80}") from None
-
-
-def named_endpoints(text: str) -> tuple[str, ...]:
-    """Return the URLs in a text, separated by spaces or commas. A comma that no URL follows may be part of a path.
-
-    >>> named_endpoints("tcp://host:1, local:///a.sock")
-    ('tcp://host:1', 'local:///a.sock')
-    """
-    return tuple(found for url in BETWEEN_URLS.split(text) if (found := url.strip(" \t\n,")))
-
-
-def default_endpoints() -> tuple[str, ...]:
-    """Return the endpoints in $SYMBIOSIS_ENDPOINT, separated by spaces or commas, else this user's socket on this host."""
-    text = os.environ.get("SYMBIOSIS_ENDPOINT", "")
-    if named := named_endpoints(text):
-        return named
-    if text:
-        raise ConfigError(f"$SYMBIOSIS_ENDPOINT is {text!r:.80}, which names no executor: write its URL, or unset it")
-    return (f"local://{user_folder(Use.RUNTIME) / 'executor.sock'}",)

@@ -1,16 +1,19 @@
-"""The URLs at which executors answer: what they may look like, what each kind can do, and who can reach it."""
+"""The URLs at which executors answer: what they may look like, what each kind can do, who can reach it, and which are meant by default."""
 
 import ipaddress
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
 from symbiosis.errors import CallError, Code, ConfigError
+from symbiosis.security.folders import Use, user_folder
 
 SCHEMES = ("inproc", "local", "tcp")
 CLUSTERS = "clusters"  # the folder of all clusters of a user
 FIRST_OPEN_PORT, LAST_PORT = 1024, 65535  # those below are for servers of the system
+BETWEEN_URLS = re.compile(r"[\s,]+(?=\w+://)")
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]")
 
 
@@ -140,3 +143,22 @@ def open_to_others(address: str) -> str:
         f"tcp://{address} can be reached from other machines: give --key and --tenants (symbiosis keygen makes keys), "
         "or listen at 127.0.0.1"
     )
+
+
+def named_endpoints(text: str) -> tuple[str, ...]:
+    """Return the URLs in a text, separated by spaces or commas. A comma that no URL follows may be part of a path.
+
+    >>> named_endpoints("tcp://host:1, local:///a.sock")
+    ('tcp://host:1', 'local:///a.sock')
+    """
+    return tuple(found for url in BETWEEN_URLS.split(text) if (found := url.strip(" \t\n,")))
+
+
+def default_endpoints() -> tuple[str, ...]:
+    """Return the endpoints in $SYMBIOSIS_ENDPOINT, separated by spaces or commas, else this user's socket on this host."""
+    text = os.environ.get("SYMBIOSIS_ENDPOINT", "")
+    if named := named_endpoints(text):
+        return named
+    if text:
+        raise ConfigError(f"$SYMBIOSIS_ENDPOINT is {text!r:.80}, which names no executor: write its URL, or unset it")
+    return (f"local://{user_folder(Use.RUNTIME) / 'executor.sock'}",)

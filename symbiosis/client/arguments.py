@@ -10,7 +10,7 @@ from torch import nn
 
 from symbiosis import transport
 from symbiosis.clusters import SCHEME
-from symbiosis.config import named_endpoints
+from symbiosis.endpoints import named_endpoints
 from symbiosis.errors import ConfigError, WrapError
 from symbiosis.protocol import FLOATS, Priority
 

@@ -22,7 +22,7 @@ from symbiosis.client.session import Session
 from symbiosis.client.told_config import told_class, told_config, told_generation
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.client.wrap import attach
-from symbiosis.config import default_endpoints
+from symbiosis.endpoints import default_endpoints
 from symbiosis.errors import Code, WrapError
 from symbiosis.memory import whole_memory
 from symbiosis.protocol import FLOATS, Op, Welcome

@@ -28,7 +28,7 @@ from symbiosis.client.weights.assigned import guard_data
 from symbiosis.client.weights.peft_methods import support_peft_methods
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.client.weights.view import Handle
-from symbiosis.config import default_endpoints
+from symbiosis.endpoints import default_endpoints
 from symbiosis.errors import Code, WrapError
 from symbiosis.protocol import Layer
 from symbiosis.security.fingerprint import digest

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from symbiosis import mps, requirements
-from symbiosis.config import DTYPE_BITS, Options
+from symbiosis.config import Options
+from symbiosis.dtypes import DTYPE_BITS
 from symbiosis.endpoints import is_loopback, open_to_others, parts_of
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import (

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from symbiosis.config import check_dtype
+from symbiosis.dtypes import check_dtype
 from symbiosis.errors import ConfigError
 from symbiosis.security.hosts import check_hosts
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from symbiosis import mps, requirements
 from symbiosis.cgroups import usable_cores
-from symbiosis.config import default_endpoints, named_endpoints
-from symbiosis.endpoints import how_to_start_one, socket_path
+from symbiosis.endpoints import default_endpoints, how_to_start_one, named_endpoints, socket_path
 from symbiosis.errors import OutdatedPackage
 from symbiosis.memory import free_memory, meminfo, whole_memory
 from symbiosis.tools.cluster_findings import findings

@@ -6,7 +6,8 @@ on an H200, after products in float32 and bfloat16. `tests/process/test_promethe
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from symbiosis.config import DTYPE_BITS, Options
+from symbiosis.config import Options
+from symbiosis.dtypes import DTYPE_BITS
 from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
 from symbiosis.executor.preflight import needed_on
 from symbiosis.serving.options import SHARE, ServeOptions

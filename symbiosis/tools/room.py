@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from symbiosis.config import DTYPE_BITS
+from symbiosis.dtypes import DTYPE_BITS
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
 from symbiosis.executor.preflight import free_gpu_memory, visible_gpus

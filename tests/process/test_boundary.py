@@ -17,7 +17,7 @@ import torch
 import symbiosis
 from symbiosis import transport
 from symbiosis.client.session import Session
-from symbiosis.config import default_endpoints
+from symbiosis.endpoints import default_endpoints
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
 from symbiosis.logs import JsonFormatter, TextFormatter
 from symbiosis.protocol import (

@@ -16,7 +16,8 @@ from typer.main import get_command
 import symbiosis
 from symbiosis import cli, config
 from symbiosis.client.session import Session
-from symbiosis.config import CHOICES, HINTS, Options, default_endpoints, load_options, read_config_file
+from symbiosis.config import CHOICES, HINTS, Options, load_options, read_config_file
+from symbiosis.endpoints import default_endpoints
 from symbiosis.errors import ConfigError
 from symbiosis.executor.preflight import check
 from symbiosis.executor.ranks.launched import is_launched, launched_options

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from symbiosis.config import DTYPE_BITS, Options
+from symbiosis.config import Options
+from symbiosis.dtypes import DTYPE_BITS
 from symbiosis.executor.model.checkpoint import AT_ONCE, header, nbytes_of
 
 EXPERTS = ".experts."

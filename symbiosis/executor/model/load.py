@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from symbiosis.choice import HEADS
-from symbiosis.config import check_dtype
+from symbiosis.dtypes import check_dtype
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL, MODEL, check_whole, path_of, weight_files
 from symbiosis.executor.model.part import load_part

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from symbiosis import requirements
-from symbiosis.config import DTYPE_BITS, Options
+from symbiosis.config import Options
+from symbiosis.dtypes import DTYPE_BITS
 from symbiosis.endpoints import is_within_process, parts_of
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
