@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from symbiosis.serving.http.incoming import connections
 from symbiosis.serving.http.incoming.connections import Connection, Strangers, now_known
+from symbiosis.serving.http.observer import Observer
 
 WAIT_S = 20.0
 HELLO = b"GET /hello HTTP/1.1\r\n\r\n"
@@ -338,3 +339,30 @@ def test_the_address_with_most_connections_gives_way() -> None:
     for each in [*callers, *(more := [Caller("c"), Caller("d"), Caller("b")])]:
         strangers.come(each)  # type: ignore[arg-type]
     assert [each.hung_up for each in [*callers, *more]] == [False, True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "reason"),
+    [
+        (b"no request\r\n\r\n", 400, "invalid_request"),
+        (b"GET / HTTP/1.1\r\nX-Request-Id: mine\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431, "head_too_large"),
+    ],
+)
+def test_what_is_refused_before_it_is_a_request_is_counted_too(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes, status: int, reason: str
+) -> None:
+    observer = Observer()
+    monkeypatch.setattr(Connection, "observer", observer)
+
+    async def ask() -> bytes:
+        async with site() as there:
+            reader, writer = await there.open()
+            writer.write(sent)
+            answer = await asyncio.wait_for(reader.read(), WAIT_S)
+            writer.close()
+            return answer
+
+    head = asyncio.run(ask()).partition(b"\r\n\r\n")[0]
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert (b"x-request-id: mine" if b"mine" in sent else b"x-request-id: ") in head
+    assert observer.refused == {(reason, status, "unauthenticated"): 1}

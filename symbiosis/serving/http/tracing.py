@@ -58,7 +58,7 @@ def _exporter(name: str) -> Any:
     if name == "otlp":
         variables = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
         protocol = next(filter(None, map(os.environ.get, variables)), "http/protobuf")
-        name = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
+        name = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}.get(protocol, protocol)
     for found in entry_points(group="opentelemetry_traces_exporter", name=name):
         return found.load()()
     raise LookupError(f"no package has the exporter {name!r}")
