@@ -1,6 +1,7 @@
 """A process of a cluster ends with all that it has started, however it ends."""
 
 import os
+import resource
 import signal
 import socket
 import threading
@@ -126,6 +127,24 @@ def unstarted(
         with locked(plan):
             cluster._tell()
             yield cluster
+
+
+def test_a_full_disk_ends_no_cluster(unstarted: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unstarted._is_up = True
+    unstarted.aliases = {"name": {"demo": 1.0}}
+    executor = start.executor(unstarted.plan, "demo", 9, tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        for _ in range(3):
+            unstarted._tell()
+        unstarted._start(executor)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caplog.text.count("do not hear of changes") == 1 and not told_by("lab").aliases
+    assert caplog.text.count("cannot be started") == 1 and not executor.is_running
+    unstarted._tell()
+    assert told_by("lab").aliases == {"name": {"demo": 1.0}}
 
 
 def test_a_model_is_known_while_its_processes_wait_to_be_started(unstarted: Cluster) -> None:

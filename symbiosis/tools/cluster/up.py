@@ -56,6 +56,7 @@ class Cluster:
         self._told: Told | None = None
         self._scaled = 0.0
         self._is_up = False
+        self._is_untold = False  # what has changed last
         self._adapters: dict[str, str] = {}
 
     @property
@@ -247,7 +248,13 @@ class Cluster:
     def _start(self, process: Watched) -> None:
         self._again.pop(process.name, None)
         self._worked[process.name] = time.monotonic()
-        process.start()
+        try:
+            process.start()
+        except OSError as error:  # a full disk ends nothing that runs
+            if not self._is_up:
+                raise
+            logger.error("%s cannot be started, and will be tried again: %s", process.name, error)
+            self._again[process.name] = time.monotonic() + AGAIN_S
 
     def _tell(self) -> None:
         """Tell of all that run, and of those that wait to be started: their models are served as soon as they are ready."""
@@ -263,8 +270,15 @@ class Cluster:
             retiring=self.retiring,
         )  # fmt: skip
         if told != self._told:
-            self._told = told
-            tell(told)
+            try:
+                tell(told)
+                self._told, self._is_untold = told, False
+            except OSError as error:  # as on a full disk: it is tried at each look
+                if not self._is_up:
+                    raise
+                if not self._is_untold:
+                    logger.error("front ends and programs do not hear of changes of the cluster: %s", error)
+                self._is_untold = True
 
     def _scale(self, model: str) -> None:
         """Add servers of a model, or take one away: it drains, and its streams go on elsewhere."""
