@@ -40,6 +40,11 @@ class Browser:
         """Return what JavaScript makes of this expression."""
         return self._ask("POST", f"{self._session}/execute/sync", script=f"return {script}", args=[])
 
+    def resize(self, width: int, height: int) -> None:
+        """Show what a screen of this size shows; a phone's, below 500 pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self._ask("POST", f"{self._session}/goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=size)
+
     def errors(self) -> list[str]:
         """Return what the page has complained of since the last time."""
         told = self._ask("POST", f"{self._session}/se/log", type="browser")

@@ -1,7 +1,9 @@
 """The page at /, in a real browser: figures move, and its playground writes what the API writes."""
 
 import re
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,7 +42,7 @@ def write(page: Browser, kind: str, model: str, prompt: str = PROMPT) -> None:
     for id, value in values.items():
         page.run(f"document.getElementById('{id}').value = {value!r}")
     page.run("document.getElementById('go').click()")
-    eventually(lambda: re.search(r"24 tokens in .*, the first after", shown(page, "speed")))
+    eventually(lambda: re.search(r"24 output tokens in .*, the first after", shown(page, "speed")))
 
 
 @pytest.mark.parametrize("model", ["demo", "shout"])
@@ -56,7 +58,7 @@ def test_the_playground_chats(api: Api, page: Browser) -> None:
     page.run("document.getElementById('prompt').value = 'and then?'")
     page.run("document.getElementById('go').click()")
     eventually(lambda: page.run("document.querySelectorAll('.said').length") == 4)
-    eventually(lambda: shown(page, "go") == "Write")
+    eventually(lambda: shown(page, "go") == "Send")
     wanted = api.engine.generate(f"{PROMPT}\n{said}\nand then?", adapter="python", max_tokens=24, temperature=0.0).text
     texts = page.run("[...document.querySelectorAll('.said .text')].map(each => each.textContent)")
     assert texts == [PROMPT, said, "and then?", wanted]
@@ -77,8 +79,79 @@ def test_the_plots_are_alive(api: Api, page: Browser) -> None:
     eventually(lambda: page.run(points) > 2)
     eventually(lambda: page.run("document.querySelectorAll('.plot .line[d]').length") == 4)
     written = api.engine.figures().generated_tokens
-    eventually(lambda: f"{written} written" in page.run("document.querySelector('.plots').innerText"))
+    eventually(lambda: f"{written} output tokens" in page.run("document.querySelector('.plots').innerText"))
     assert {"python", "shout", "whisper"} <= set(page.run("[...document.querySelectorAll('#adapters b')].map(e => e.textContent)"))  # fmt: skip
+
+
+def test_a_request_that_has_no_token_says_why(api: Api, page: Browser) -> None:
+    """While it waits, and while its prompt is read: the engine is held before its next step, and then within it."""
+    held = [threading.Event(), threading.Event()]
+    gives_way = api.engine._served.gives_way
+    api.engine._served.gives_way = lambda step: not held[1].wait(60)
+    api.engine._loop.ask(lambda: held[0].wait(60))  # type: ignore[func-returns-value]
+    try:
+        page.run("document.getElementById('complete').click()")
+        page.run("document.getElementById('most').value = '24'")
+        page.run("document.getElementById('go').click()")
+        for event, stage in zip(held, ("Waiting for its turn", "Reading the prompt"), strict=True):
+            eventually(lambda stage=stage: shown(page, "speed").startswith(stage))  # type: ignore[misc]
+            assert shown(page, "go") == "Stop" and page.run("document.getElementById('speed').className") == "busy"
+            event.set()
+        eventually(lambda: "24 output tokens" in shown(page, "speed"))
+        assert page.run("document.getElementById('speed').className") == ""
+    finally:
+        for event in held:
+            event.set()
+        api.engine._served.gives_way = gives_way
+
+
+def test_the_example_is_what_the_model_writes(page: Browser) -> None:
+    """The demo model has seen Python only. A chat, and any other text, have examples of their own."""
+    page.run("location.reload()")
+    eventually(lambda: shown(page, "state") == "serving")
+    value = "document.getElementById('prompt').value"
+    pressed = "document.querySelector('.kinds [aria-pressed=true]').id"
+    assert page.run(value).startswith("def ") and page.run(pressed) == "complete"
+    for kind, chat in (("chat", True), ("chat", False), ("text", False)):
+        page.run(f"(kind = '{kind}', mode({str(chat).lower()}), 0)")
+        assert page.run(value) and not page.run(value).startswith("def ")
+    page.run("(document.getElementById('prompt').value = 'my own', mode(true), 0)")
+    assert page.run(value) == "my own"
+    page.run("(kind = 'code', mode(false), 0)")
+
+
+BOXES = """(() => {
+  const box = id => document.getElementById(id).getBoundingClientRect().toJSON();
+  return Object.fromEntries(['play', 'prompt', 'go', 'adapters', 'figures'].map(id => [id, box(id)]));
+})()"""
+WIDE = "[...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
+CUT = "[...document.querySelectorAll('button, label, h1, h2, h3, b, span, select')].filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline').map(e => e.outerHTML.slice(0, 80))"
+SMALL = "[...document.querySelectorAll('button, input, select, textarea')].filter(e => e.offsetParent && e.getBoundingClientRect().height < 40).map(e => e.id)"
+NAMELESS = """[...document.querySelectorAll('button, input, select, textarea, svg[role], form, section, [role=group], [role=log]')].filter(e =>
+  e.offsetParent !== null && !(e.ariaLabel || e.getAttribute('aria-labelledby') || e.labels?.[0]?.innerText.trim() || e.innerText?.trim())).map(e => e.outerHTML.slice(0, 80))"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 1000), (390, 844)])
+@pytest.mark.parametrize("scheme", [0, 1], ids=["dark", "light"])
+def test_the_page_fits_a_desk_and_a_phone(api: Api, width: int, height: int, scheme: int, tmp_path: Path) -> None:
+    with browser(f"--blink-settings=preferredColorScheme={scheme}") as page:
+        page.resize(width, height)
+        page.open(api.url)
+        eventually(lambda: shown(page, "state") == "serving")
+        write(page, "chat", "python", "x" * 400)
+        page.run("scrollTo(0, 0)")
+        page.picture(tmp_path / f"{width}.png")
+        boxes = page.run(BOXES)
+        assert page.run("document.documentElement.scrollWidth") == width
+        assert page.run(WIDE) == [] and page.run(CUT) == [] and page.run(SMALL) == [] and page.run(NAMELESS) == []
+        assert boxes["play"]["top"] < boxes["adapters"]["top"] < boxes["figures"]["top"]
+        if width < 500:
+            assert boxes["play"]["width"] > 0.9 * width and boxes["adapters"]["top"] > boxes["play"]["bottom"]
+            assert float(page.run("parseFloat(getComputedStyle(document.getElementById('prompt')).fontSize)")) >= 16
+        else:
+            assert boxes["adapters"]["left"] > boxes["play"]["right"] > width / 2
+            assert boxes["figures"]["bottom"] < height
+        assert page.errors() == []
 
 
 def test_it_needs_no_other_host(api: Api, page: Browser) -> None:

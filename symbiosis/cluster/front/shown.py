@@ -21,6 +21,7 @@ class _OfServer(msgspec.Struct):
 
     figures: Figures
     chat: bool = False
+    kind: str = "text"
     adapters: list[AdapterInfo] = []
 
 
@@ -51,6 +52,7 @@ class Shown:
         names = [*told.aliases, *told.models]
         return {
             "model": names[0] if names else "", "names": [*names, *adapters], "chat": any(each.chat for each in found),
+            "kind": found[0].kind if found else "text",
             "figures": figures, "adapters": list(adapters.values()),
         }  # fmt: skip
 

@@ -237,8 +237,10 @@ async def figures(front: Front, request: Request) -> ASGIApp:
     front.tenant(request)
     found = await front.figures()
     adapters = await front.remote.ask(list[AdapterInfo], "adapters")
-    chats = getattr(front.tokenizer, "chat_template", None) is not None
-    return _json({"model": front.options.model, "chat": chats, "figures": found, "adapters": adapters})
+    template = getattr(front.tokenizer, "chat_template", None)
+    kind = page.kind_of(front.options.folder, template)
+    told = {"model": front.options.model, "chat": template is not None, "kind": kind}
+    return _json({**told, "figures": found, "adapters": adapters})
 
 
 async def shown_page(front: Front, request: Request) -> ASGIApp:
