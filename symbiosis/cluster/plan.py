@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from symbiosis.endpoints import is_loopback
+from symbiosis.endpoints import LAST_PORT, is_loopback
 from symbiosis.errors import ConfigError
 from symbiosis.security.hosts import check_hosts
 from symbiosis.security.yaml_file import read_yaml
@@ -80,6 +80,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     host: str = "127.0.0.1"
     port: int = 8000
     front_ends: int = 1
+    metrics_port: int = 0  # of the first front end's pages; those of the others and of all processes come behind it. 0: any that are free
     allowed_hosts: tuple[str, ...] = ()  # as of `symbiosis serve`
     api_keys: str | None = None
     aliases: dict[str, dict[str, float]] = {}  # names for several models, versions for example: with the share of each
@@ -93,6 +94,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def is_for_this_machine(self) -> bool:
         """Whether only this machine can connect."""
         return is_loopback(f"{self.host}:{self.port}")
+
+    @property
+    def most_processes(self) -> int:
+        """How many executors, servers and front ends there may be."""
+        return self.front_ends + sum(model.executors + model.most for model in self.models.values())
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
@@ -113,6 +119,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             check_hosts(self.allowed_hosts)
         except ConfigError as error:
             yield str(error)
+        if self.metrics_port and not 1024 <= self.metrics_port <= LAST_PORT + 1 - self.most_processes:
+            yield f"metrics_port: from 1024 to {LAST_PORT + 1 - self.most_processes}, since {self.most_processes} processes have theirs one behind another"
+        if self.metrics_port and self.backend != "local":
+            yield "metrics_port is for backend: local. On Ray, /cluster/targets tells where the pages are"
         for field, least in (("frozen_s", LEAST_FROZEN_S), ("idle_s", 0.0), ("drain_s", 0.1)):
             if not least <= (seconds := getattr(self, field)) < math.inf:
                 yield f"{field}: a number of seconds, at least {least:g}, not {seconds}"

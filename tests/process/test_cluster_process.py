@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -72,6 +73,18 @@ def test_an_executor_whose_port_was_taken_meanwhile_starts_at_another_one(tmp_pa
         executor.start()
         assert port_in(file) != port and executor.member.pages == f"http://127.0.0.1:{port_in(file)}"
         executor.kill()
+
+
+def test_pages_have_the_ports_that_the_plan_names_unless_another_program_has_them(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        base = found.getsockname()[1] - 3
+        plan = Plan(name="lab", front_ends=2, metrics_port=base, models={"demo": ModelPlan(executors=2, servers=2)})
+        backend = Local(plan, tmp_path)
+        executors = [backend.executor("demo", n) for n in (1, 2)]
+        server = backend.server("demo", 1, 1, executors[0])
+        assert [urlsplit(each.member.pages).port for each in (*executors, server)] == [base + 2, base + 3, base + 4]
+        assert start.port_of(server._place(server.member.pages), "127.0.0.1") == base + 4  # type: ignore[attr-defined]
+        assert urlsplit(executors[1]._place(executors[1].member.pages)).port != base + 3  # type: ignore[attr-defined]
 
 
 def port_in(file: Path) -> int:

@@ -13,9 +13,9 @@ import torch
 import yaml
 
 import symbiosis
-from symbiosis.cluster.plan import load
+from symbiosis.cluster.plan import Plan, load
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.tools.cluster.preflight import footprint_of
+from symbiosis.tools.cluster.preflight import footprint_of, is_free
 from symbiosis.tools.cluster.process import descendants
 from tests.cluster import Running, cluster
 from tests.processes import Executor
@@ -26,8 +26,9 @@ from tests.serving_api import client, eventually, web
 pytestmark = [needs_prometheus, pytest.mark.timeout(300)]
 FILE = """
 port: 0
+metrics_port: {base}
 api_keys: keys
-models: {demo: {adapters: adapters, server: {memory: 64MiB}}}
+models: {{demo: {{adapters: adapters, server: {{memory: 64MiB}}}}}}
 """
 KEY = "alice-key-1"
 
@@ -43,8 +44,15 @@ def running(folder: Path) -> Iterator[Running]:
     write_secret(folder / "keys", f"alice {KEY} admin\nbob bob-key-22\n")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_RUNTIME_DIR", str(folder))
-        with cluster(folder, FILE) as found:
+        with cluster(folder, FILE.format(base=free_ports(3))) as found:
             yield found
+
+
+def free_ports(count: int) -> int:
+    """Return the first of so many free ports, one behind another, below those that the system gives to programs."""
+    return next(
+        base for base in range(12000, 32000, count) if all(is_free("127.0.0.1", base + n) for n in range(count))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +105,15 @@ def train(program: Any) -> None:
 
 def test_what_doctor_tells_is_what_a_cluster_takes(running: Running, folder: Path) -> None:
     """The first test of this file: nothing has been asked of it."""
-    plan = load(folder / "test.yaml")
+    plan = plan_of(folder)
     told = sum(n for (_, what), n in footprint_of(plan, plan.models).items() if what != "pages")
     processes = [running.process.pid, *descendants(running.process.pid)]
     taken = sum(own_memory(pid) for pid in processes) + shared_files(processes[1:])
     assert len(processes) == 5 and 0.75 * told < taken < 1.25 * told, (told >> 20, taken >> 20)
+
+
+def plan_of(folder: Path) -> Plan:
+    return load(folder / "test.yaml")
 
 
 def own_memory(pid: int) -> int:
@@ -132,9 +144,13 @@ def test_every_panel_shows_something(
     eventually(lambda: not empty())
 
 
-def test_what_is_started_again_is_found_again(running: Running, watching: Prometheus) -> None:
+def test_what_is_started_again_is_found_again(running: Running, watching: Prometheus, folder: Path) -> None:
     """By its name, whatever its address is: no series of it ends, and nobody is woken for an address that has gone."""
     names = {each.name: each.kind for each in running.told.members}
+    pages = {each.name: each.pages for each in running.told.members}
+    assert sorted(int(each.rpartition(":")[2]) for each in pages.values()) == list(
+        range(first := plan_of(folder).metrics_port, first + 3)
+    )
     assert set(names.values()) == {"executor", "server", "front"}
     for name, kind in names.items():
         labels = f'{{instance="{name}",member="{name}",kind="{kind}",cluster="test",job="symbiosis-cluster"}}'
@@ -149,6 +165,7 @@ def test_what_is_started_again_is_found_again(running: Running, watching: Promet
                 lambda labels=labels, began=began: watching.value(f"max(process_start_time_seconds{labels})") > began
             )  # type: ignore[misc,operator]
     eventually(lambda: watching.value("min(symbiosis_cluster_member_ready)") == 1)
+    assert pages == {each.name: each.pages for each in running.told.members}
     assert watching.value('count(count by (instance) (up{job="symbiosis-cluster"}))') == len(names)
 
 

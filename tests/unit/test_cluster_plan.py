@@ -104,6 +104,12 @@ def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> 
         ("models: {demo: {}}\naliases: {chat: {demo: -1}}", "shares are numbers that are not negative"),
         ("models: {demo: {}}\naliases: {chat: {}}", "not all 0"),
         ("models: {demo: {}}\napi_keys: nowhere", "cannot read the API keys"),
+        (
+            "models: {demo: {executors: 10, servers: [1, 9]}}\nmetrics_port: 65520",
+            "metrics_port: from 1024 to 65516, since 20",
+        ),
+        ("models: {demo: {}}\nmetrics_port: 80", "metrics_port: from 1024 to"),
+        ("models: {demo: {}}\nmetrics_port: 9400\nbackend: ray", "metrics_port is for backend: local"),
         ("models: {demo: {}}\nfrontends: 2", "frontends: there is no such key: there are models, name, backend"),
         ("models: {demo: }", "models.demo: write keys and values, or {}, not None"),
         ("models: {1: {model: demo}}", "models.1: a name is text: write '1'"),
@@ -173,3 +179,9 @@ def test_events_are_handed_on_without_their_comments() -> None:
     assert progress.take(b": 1 7 8\ndata: {}") == b"data: {}" and progress.take(b": 0 .\ndata: {}") == b"data: {}"
     assert (progress.told.tokens, progress.told.ended, progress.told.opened) == ([[], [7, 8]], [0], 1)
     assert progress.count == 2 and progress.told.id.startswith("chatcmpl-")
+
+
+def test_the_ports_of_pages_have_to_be_free() -> None:
+    plan = Plan(models={"demo": ModelPlan()}, port=9402, metrics_port=9400)
+    with pytest.raises(ConfigError, match="9402 is taken, and all ports from 9400 to 9402 are needed"):
+        check(plan)

@@ -22,7 +22,7 @@ async def serve(started: FrontStarted, listener: socket.socket) -> None:
     log = JsonLines(Path(started.decision_log), "decision") if started.decision_log else None
     view = View(started.cluster, started.limits, log)
     following = asyncio.create_task(view.follow())
-    own = socket.create_server(("127.0.0.1", 0))
+    own = socket.create_server(("127.0.0.1", started.port), reuse_port=True)  # with a successor, while it ends itself
     spans = tracing.opened("symbiosis-front")
     front = Front(view, started.api_keys, started.host, started.allowed_hosts, spans)
     Connection.observer = front.observer

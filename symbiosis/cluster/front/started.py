@@ -9,6 +9,7 @@ class FrontStarted(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str
     listener: int  # a file descriptor
     name: str = "front"
+    port: int = 0  # of its own pages; 0: any
     host: str = "127.0.0.1"  # where it listens
     allowed_hosts: tuple[str, ...] = ()
     api_keys: str | None = None

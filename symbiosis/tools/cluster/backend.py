@@ -1,5 +1,6 @@
 """Where the executors and servers of a cluster run: on this host, or on the nodes of a Ray cluster. Front ends run on the host of `cluster up`."""
 
+from itertools import count, repeat
 from pathlib import Path
 from typing import Protocol
 
@@ -37,12 +38,15 @@ class Local:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan, self._folder, self.secret = plan, folder, start.new_secret()
+        self._ports = count(plan.metrics_port + plan.front_ends) if plan.metrics_port else repeat(0)
 
     def executor(self, model: str, number: int) -> Watched:
-        return start.executor(self._plan, model, number, self._folder)
+        return start.executor(self._plan, model, number, self._folder, port=next(self._ports))
 
     def server(self, model: str, number: int, of_model: int, executor: Watched) -> Watched:
-        return start.server(self._plan, model, number, of_model, self._folder, executor.member.url, self.secret)
+        return start.server(
+            self._plan, model, number, of_model, self._folder, executor.member.url, self.secret, port=next(self._ports)
+        )
 
     def take(self, plan: Plan) -> None:
         # Two threads call this. No plan takes away what the other one has brought.

@@ -12,6 +12,7 @@ from symbiosis.clusters import folder_of
 from symbiosis.security.ownership import make_folder
 from symbiosis.security.secret_files import create_secret
 from symbiosis.tools.cluster import start
+from symbiosis.tools.cluster.preflight import is_free
 from symbiosis.tools.cluster.process import Process
 
 EXECUTOR_KEY, TENANT = "executor", "cluster"  # the names of the keys of a cluster
@@ -94,7 +95,7 @@ class Hosted:
             file = (tenants if name.endswith(".pub") else self._keys) / name
             with os.fdopen(create_secret(file), "w") as opened:
                 opened.write(text)
-        url = f"tcp://{host}:{port if port and start.is_free(host, port) else start.free_port(host)}"
+        url = f"tcp://{host}:{port if port and is_free(host, port) else start.free_port(host)}"
         return start.Beyond(url, self._keys / f"{EXECUTOR_KEY}.key", tenants)
 
     def look(self) -> ActorReport:

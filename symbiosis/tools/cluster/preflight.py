@@ -28,6 +28,7 @@ def check(plan: Plan) -> socket.socket:
     """Return the bound port of the front end, or raise a `ConfigError` with a line for each thing that is wrong."""
     problems = _of_models(plan, plan.models)
     problems += _decision_log(plan)
+    problems += _metrics_ports(plan)
     problems += [NO_RAY] if plan.backend == "ray" and not importlib.util.find_spec("ray") else []
     listener = None
     try:
@@ -85,6 +86,27 @@ def of_model(plan: Plan, name: str, is_here: bool) -> list[str]:
     except ConfigError as error:
         problems += str(error).splitlines()
     return [f"models.{name}: {line}" for line in dict.fromkeys(problems)]
+
+
+def _metrics_ports(plan: Plan) -> list[str]:
+    """Check that nothing else has the ports of the cluster's pages."""
+    if not plan.metrics_port:
+        return []
+    wanted = range(plan.metrics_port, plan.metrics_port + plan.most_processes)
+    taken = [port for port in wanted if port == plan.port or not is_free("127.0.0.1", port)]
+    return [
+        f"metrics_port: {port} is taken, and all ports from {wanted[0]} to {wanted[-1]} are needed"
+        for port in taken[:1]
+    ]
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a port can be taken."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        return False
+    return True
 
 
 def _decision_log(plan: Plan) -> list[str]:

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
 from symbiosis.cluster.front.started import FrontStarted
 from symbiosis.cluster.plan import Plan
 from symbiosis.clusters import Member
-from symbiosis.tools.cluster.preflight import config_file, config_path, executor_options, server_options
+from symbiosis.tools.cluster.preflight import config_file, config_path, executor_options, is_free, server_options
 from symbiosis.tools.cluster.process import Process
 
 COMMAND = (
@@ -32,9 +33,15 @@ class Beyond(NamedTuple):
 
 
 def executor(
-    plan: Plan, model: str, number: int, folder: Path, beyond: Beyond | None = None, host: str = "127.0.0.1"
+    plan: Plan,
+    model: str,
+    number: int,
+    folder: Path,
+    beyond: Beyond | None = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
 ) -> Process:
-    """Return an executor. `host` has its pages."""
+    """Return an executor. Its pages are at `host`, and at `port` if that is free; 0: wherever there is one."""
     name = executor_name(model, number)
     endpoint = endpoint_of(folder, name)
     ours: dict[str, Any] = {"listen": (endpoint,)}
@@ -48,7 +55,7 @@ def executor(
         return url_of(host, port)
 
     code = COMMAND.format(name=name, most_s=3 * plan.drain_s) + EXECUTOR.format(file=str(config_path(folder, name)))
-    member = Member(name=name, kind="executor", model=model, url=endpoint)
+    member = Member(name=name, kind="executor", model=model, url=endpoint, pages=url_of(host, port) if port else "")
     return Process(member, ["-c", code], plan.models[model].threads, placed)
 
 
@@ -61,9 +68,12 @@ def server(
     executor: str,
     secret: str,
     host: str = "127.0.0.1",
+    port: int = 0,
 ) -> Process:
-    """Return a server, which answers whoever knows the secret. Its number is unique in the cluster; `of_model` counts those of the model."""
+    """Return a server, which answers whoever knows the secret. Its number is unique in the cluster; `of_model` counts those of the model.
+    `port`: as of an executor."""
     member = server_member(plan, model, number, of_model)
+    member = replace(member, pages=url_of(host, port) if port else "")
 
     def placed(before: str) -> str:
         port = port_of(before, host)
@@ -98,6 +108,7 @@ def front(plan: Plan, number: int, listener: socket.socket, secret: str) -> Proc
     started = FrontStarted(
         cluster=plan.name, listener=listener.fileno(), host=plan.host, allowed_hosts=plan.allowed_hosts, api_keys=plan.api_keys, limits=plan.limits,
         decision_log=plan.decision_log, drain_s=plan.drain_s, name=name,
+        port=plan.metrics_port + number - 1 if plan.metrics_port else 0,
     )  # fmt: skip
     code = COMMAND.format(name=name, most_s=0.0) + FRONT.format(started=msgspec.json.encode(started).decode())
     return Process(Member(name=name, kind="front"), ["-c", code], descriptors=(listener.fileno(),), secret=secret)
@@ -111,15 +122,6 @@ def port_of(before: str, host: str) -> int:
     """Return the port of these pages, so that they stay where they were. 0: there were none, or another program has taken it meanwhile."""
     port = urlsplit(before).port or 0
     return port if is_free(host, port) else 0
-
-
-def is_free(host: str, port: int) -> bool:
-    """Whether a port can be taken."""
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError:
-        return False
-    return True
 
 
 def new_secret() -> str:
