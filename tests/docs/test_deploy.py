@@ -14,6 +14,7 @@ from torch import nn
 from typer.main import get_command
 
 import symbiosis
+from symbiosis.build import STAMP
 from symbiosis.cli import app, executor_app
 from symbiosis.cluster.front.app import Front
 from symbiosis.cluster.front.app import _Collected as CollectedByFront
@@ -205,6 +206,7 @@ def test_the_image_is_made_of_what_there_is() -> None:
         assert (ROOT / name).exists() and f"!{name}" in ignored
     assert instructions("USER") == ["symbiosis"], "nothing of it runs as root"
     assert 'install --no-cache-dir "$@" ".[serve]"' in STAGES["build"]
+    assert f'echo "$COMMIT" > symbiosis/{STAMP.name}' in STAGES["build"], "there is no .git to ask"
 
 
 @pytest.mark.parametrize(
