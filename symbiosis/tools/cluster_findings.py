@@ -49,7 +49,7 @@ def _memory(plan: Plan) -> str:
     """Tell what the cluster takes when it starts and, where it may be any node, of a node."""
     if plan.backend == "local":
         found = footprint_of(plan, plan.models)
-        return "".join(f"; {told(found, place)} of {place}" for place in places(found))
+        return ", and takes " + " and ".join(f"{told(found, place)} of {place}" for place in places(found))
     parts = [f"{name} {told(bundle_of(plan, name, 0), HOST)}" for name in plan.models]
     return f", as far as can be seen from here. The node of an executor and its servers gives: {', '.join(parts)}"
 
