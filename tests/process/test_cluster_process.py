@@ -83,8 +83,9 @@ def test_pages_have_the_ports_that_the_plan_names_unless_another_program_has_the
         executors = [backend.executor("demo", n) for n in (1, 2)]
         server = backend.server("demo", 1, 1, executors[0])
         assert [urlsplit(each.member.pages).port for each in (*executors, server)] == [base + 2, base + 3, base + 4]
-        assert start.port_of(server._place(server.member.pages), "127.0.0.1") == base + 4  # type: ignore[attr-defined]
+        assert urlsplit(server._place("http://127.0.0.1:1")).port == base + 4  # type: ignore[attr-defined]
         assert urlsplit(executors[1]._place(executors[1].member.pages)).port != base + 3  # type: ignore[attr-defined]
+    assert urlsplit(executors[1]._place("http://127.0.0.1:1")).port == base + 3  # type: ignore[attr-defined]
 
 
 def port_in(file: Path) -> int:

@@ -2,6 +2,7 @@
 
 import secrets
 import socket
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -22,6 +23,8 @@ COMMAND = (
 EXECUTOR = "import sys; sys.argv = ['symbiosis-executor', '--config', {file!r}]; from symbiosis.cli import executor_main; executor_main()"
 SERVER = "import sys; sys.argv = ['symbiosis', 'serve', '--config', {file!r}]; from symbiosis.cli import main; main()"
 FRONT = "from symbiosis.cluster.front.process import main; main({started!r})"
+
+LET_GO_S = 1.0  # for a process that was killed to let go of its port
 
 
 class Beyond(NamedTuple):
@@ -49,10 +52,10 @@ def executor(
         ours = {"listen": (endpoint, beyond.url), "key": str(beyond.key), "tenants": str(beyond.tenants)}
 
     def placed(before: str) -> str:
-        port = port_of(before, host) or free_port(host)
-        options = executor_options(plan.models[model], model, metrics_port=port, metrics_host=host, **ours)
+        at = kept_port(port, before, host) or free_port(host)
+        options = executor_options(plan.models[model], model, metrics_port=at, metrics_host=host, **ours)
         config_file(folder, name, options)
-        return url_of(host, port)
+        return url_of(host, at)
 
     code = COMMAND.format(name=name, most_s=3 * plan.drain_s) + EXECUTOR.format(file=str(config_path(folder, name)))
     member = Member(name=name, kind="executor", model=model, url=endpoint, pages=url_of(host, port) if port else "")
@@ -76,9 +79,9 @@ def server(
     member = replace(member, pages=url_of(host, port) if port else "")
 
     def placed(before: str) -> str:
-        port = port_of(before, host)
-        config_file(folder, member.name, server_options(plan, model, executor=executor, host=host, port=port))
-        return url_of(host, port) if port else ""
+        at = kept_port(port, before, host)
+        config_file(folder, member.name, server_options(plan, model, executor=executor, host=host, port=at))
+        return url_of(host, at) if at else ""
 
     code = COMMAND.format(name=member.name, most_s=plan.drain_s) + SERVER.format(
         file=str(config_path(folder, member.name))
@@ -118,10 +121,14 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def port_of(before: str, host: str) -> int:
-    """Return the port of these pages, so that they stay where they were. 0: there were none, or another program has taken it meanwhile."""
-    port = urlsplit(before).port or 0
-    return port if is_free(host, port) else 0
+def kept_port(port: int, before: str, host: str) -> int:
+    """Return the port that a plan names, or at which the pages were before. 0: there is none, or another program has it."""
+    wanted, deadline = port or urlsplit(before).port or 0, time.monotonic() + LET_GO_S
+    while wanted and not is_free(host, wanted):
+        if time.monotonic() > deadline:
+            return 0
+        time.sleep(0.02)
+    return wanted
 
 
 def new_secret() -> str:
