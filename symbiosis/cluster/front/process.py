@@ -1,7 +1,9 @@
 """The process of a front end. It is started with a socket that listens, which all front ends of a cluster share; a second one is its own."""
 
 import asyncio
+import signal
 import socket
+import sys
 from pathlib import Path
 
 import msgspec
@@ -36,6 +38,9 @@ async def serve(started: FrontStarted, listener: socket.socket) -> None:
 
 
 def main(argument: str) -> None:
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # uvicorn raises it once more at its end: spans are sent then
     take_all_descriptors()
     write_lines()
     started = msgspec.json.decode(argument, type=FrontStarted)

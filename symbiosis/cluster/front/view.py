@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,7 +207,8 @@ class View:
     def _update(self, seen: Seen, member: Member) -> None:
         seen.member = member
         if seen.watch is None and member.url:
-            seen.watch = asyncio.create_task(self._ask(seen))
+            # in a context of its own: what it logs is not about the request that may be looking now
+            seen.watch = asyncio.create_task(self._ask(seen), context=Context())
         self._put(seen)
 
     def _forget(self, number: int) -> None:
