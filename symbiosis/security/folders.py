@@ -2,8 +2,10 @@
 none is returned unless it is this user's alone: in a shared place like /tmp, another user may have made it first."""
 
 import fcntl
+import getpass
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -59,9 +61,11 @@ def _home() -> Path:
         raise ConfigError("this user has no home directory: set $HOME") from None
 
 
-def check_caches() -> None:
+def check_caches(inductor: bool = False) -> None:
     """Have torch.compile and Triton keep what they compile in folders of this user's alone, whose contents they run. Call it before they
-    compile anything. Raise `ConfigError` if the environment names a folder that is not."""
+    compile anything, with `inductor` if torch.compile does. Raise `ConfigError` if the environment names a folder that is not."""
+    if inductor:  # which keeps some things, such as compiled headers, there wherever its folder is
+        make_folder(_of_inductor(), otherwise=f"set ${Use.TEMPORARY} to a folder of your own")
     for variable, name in CACHES.items():
         if named := os.environ.get(variable):
             make_folder(Path(named), otherwise=f"set ${variable} to another one")
@@ -69,6 +73,14 @@ def check_caches() -> None:
             make_folder(Path(home, ".triton", "cache"), otherwise="set $TRITON_HOME to another one")
         else:
             os.environ[variable] = str(_cache(name))
+
+
+def _of_inductor() -> Path:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
 def _cache(name: str) -> Path:

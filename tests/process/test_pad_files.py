@@ -93,7 +93,7 @@ def test_links_to_a_file_are_the_file(made: Made, tmp_path: Path) -> None:
 def test_a_copy_that_was_overtaken_is_refused(made: Made, tmp_path: Path) -> None:
     """Whichever of both is used first goes on; the other one's pads are no secret any more."""
     file = made()
-    shutil.copyfile(file, tmp_path / "copy.pads")
+    shutil.copy(file, tmp_path / "copy.pads")
     used, copied = PadFile(file), PadFile(tmp_path / "copy.pads")
     copied.take(0, 3)
     with pytest.raises(
@@ -184,7 +184,7 @@ def test_without_a_register_nothing_is_used(made: Made, tmp_path: Path, monkeypa
     file = made()
     (tmp_path / "no folder").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "no folder"))
-    with pytest.raises(ConfigError, match="set XDG_STATE_HOME to a folder"):
+    with pytest.raises(ConfigError, match="XDG_STATE_HOME to a folder"):
         PadFile(file)
 
 

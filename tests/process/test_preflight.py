@@ -21,6 +21,7 @@ from symbiosis.executor import preflight
 from symbiosis.executor.model import checkpoint
 from symbiosis.executor.model.load import load_model
 from symbiosis.security import keys
+from tests.secret_files import write_secret
 
 COMMAND = "from symbiosis.cli import executor_main; executor_main()"
 WITHOUT_TORCH = f"import sys; sys.modules |= dict.fromkeys(('torch', 'transformers', 'peft', 'accelerate', 'numpy')); sys.argv[0] = 'symbiosis-executor'; {COMMAND}"
@@ -44,13 +45,13 @@ def taken_port() -> Iterator[int]:
 
 
 def test_everything_is_said_together_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "open.key").write_text("public x\nsecret y\n")
+    write_secret(tmp_path / "wrong.key", "public x\nsecret y\n")
     with taken_port() as port, taken_port() as other:
         wrong = {
             "./mistyped": "cannot load './mistyped': no such directory",
             f"--listen=tcp://127.0.0.1:{port}": f"cannot listen at tcp://127.0.0.1:{port}: Address already in use",
             f"--metrics-port={other}": f"cannot serve metrics at 127.0.0.1:{other}",
-            f"--key={tmp_path}/open.key": f"{tmp_path}/open.key does not hold a pair of keys",
+            f"--key={tmp_path}/wrong.key": f"{tmp_path}/wrong.key does not hold a pair of keys",
             f"--tenants={tmp_path}": "",
             "--device=cuda:7": "--device 'cuda:7': ",
         }
@@ -91,7 +92,7 @@ ENDPOINTS = {
     "local:///proc/x/y.sock": "cannot listen at local:///proc/x/y.sock",
     "local://" + "/x" * 60: "more than 107 bytes",
     f"local://{__file__}": "exists and is not a socket",
-    f"local://{__file__}/x.sock": "cannot make the folder",
+    f"local://{__file__}/x.sock": "is not a folder",
     "inproc://x": "symbiosis.Executor(model)",
     "executor.sock": "'executor.sock' is not an endpoint",
 }

@@ -160,12 +160,25 @@ def test_what_torch_would_take_from_the_common_place_is_not_taken(shared_place: 
     """torch unpickles and runs what lies in the folder that it makes there for a user of this name."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
-    assert Path(default_cache_dir()).parent == shared_place
-    check_caches()
+    common = Path(default_cache_dir())
+    assert common.parent == shared_place
+    check_caches(inductor=True)
+    assert common.stat().st_mode & 0o777 == 0o700, "where some of it lies in any case"
     assert Path(cache_dir()) == shared_place / "symbiosis" / "inductor" == Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     for name in CACHES.values():
         assert (shared_place / "symbiosis" / name).stat().st_mode & 0o777 == 0o700
     check_caches()  # a child process inherits what is set by now
+
+
+@as_root
+@pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
+def test_a_planted_folder_of_torchs_is_not_compiled_with(plant: Callable[[Path], None], shared_place: Path) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    plant(Path(default_cache_dir()))
+    with pytest.raises(ConfigError, match="torchinductor_.* nothing in it can be trusted.*TMPDIR"):
+        compile_layers(tiny_llama(), 2)
+    check_caches()  # Triton has nothing there
 
 
 def test_where_no_cache_can_be_kept_there_is_one_until_the_machine_ends(

@@ -96,7 +96,7 @@ def put_in_place(modules: Sequence[nn.Module], products: Callable[[Tensor], list
 
 def compile_layers(model: nn.Module, count: int, backend: Any = "inductor") -> int:
     """Compile the decoder layers of a model, of which there are `count`, and return how many were found."""
-    check_caches()
+    check_caches(inductor=True)
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
     layers = list(lists[0]) if lists else []
     for layer in layers:

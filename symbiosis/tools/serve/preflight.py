@@ -126,7 +126,7 @@ def check_chat_template(options: ServeOptions) -> None:
 
 def check_compiled(options: ServeOptions) -> None:
     if options.compile:
-        check_caches()
+        check_caches(inductor=True)
 
 
 TESTS = (
