@@ -164,7 +164,7 @@ def adapter_differs(pid: int, url: str, expected: list[Tensor], share: bool) -> 
         if step % 3 == 1:
             os.kill(random.choice(ranks_of(pid)), signal.SIGKILL)
 
-    return not same(trained(symbiosis.from_executor(url, share=share, wait=60.0), 0, meanwhile=kill), expected)
+    return not same(trained(symbiosis.from_executor(url, share=share, patience=60.0), 0, meanwhile=kill), expected)
 
 
 class Spread:
@@ -198,7 +198,7 @@ class Spread:
             if step % 3 == 1:
                 os.kill(random.choice(ranks_of(pid)), signal.SIGKILL)
 
-        got = trained(symbiosis.from_executor(url, share=False, wait=60.0), 0, meanwhile=kill)
+        got = trained(symbiosis.from_executor(url, share=False, patience=60.0), 0, meanwhile=kill)
         off = [abs(float(mine / theirs) - 1) for mine, theirs in zip(got[:STEPS], expected[:STEPS], strict=True)]
         self.loss_off = max(self.loss_off, *off)
 

@@ -149,7 +149,7 @@ def serve(
     max_adapter_bytes: Annotated[int | None, typer.Option(help="Largest adapter that is sent, and largest file of one that lies here, unless --adapter-memory is more. Default: 1 GiB.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Maximum requests under way, including those that wait; one key alone may have half of them. Default: 4096.")] = None,
     max_step_s: Annotated[float | None, typer.Option(help="A step that takes longer counts as hung: the server ends with status 1. Default: 600.")] = None,
-    wait_s: Annotated[float | None, typer.Option(help="How long the executor at --executor may take to come up. Default: 0.")] = None,
+    wait_s: Annotated[float | None, typer.Option(help="How long the executor at --executor may take to come up. Default: 60.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text (default) or json, of all processes.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
 ) -> None:  # fmt: skip

@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,20 @@ def seconds(name: str, value: Any) -> float:
     if not _is_number(value) or not value >= 0:
         raise ConfigError(f"{name} must not be negative, and is {value!r:.80}, in seconds to wait for an executor")
     return float(value)
+
+
+def wait(value: Any) -> float | None:
+    """Check the argument `wait`, which is not needed any more. None: the patience covers the first join, too."""
+    if value is None:
+        return None
+    found = seconds("wait", value)
+    warnings.warn(
+        "wait= will go, and is not needed any more: patience= (60 s, or $SYMBIOSIS_PATIENCE_S) says how long to wait for an executor, at "
+        "first as later. With wait= the first wait is still as long as it says",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return found
 
 
 def seconds_in(variable: str, default: float) -> float:

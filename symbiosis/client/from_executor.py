@@ -38,7 +38,7 @@ def from_executor(
     *,
     timeout: float = CALL_S,
     patience: float = PATIENCE_S,
-    wait: float = 0.0,
+    wait: float | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     layers: Sequence[str] | str | None = None,
@@ -64,10 +64,25 @@ def from_executor(
     ...     str(symbiosis.report(model)).startswith("wrapped")
     True
     """
+    waits = {"patience": patience, "timeout": timeout, "wait": arguments.wait(wait)}
+    return built(endpoint, waits, dtype, device, layers, priority, exact, share, **config)
+
+
+def built(
+    endpoint: str | Sequence[str] | None,
+    waits: dict[str, Any],
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    layers: Sequence[str] | str | None = None,
+    priority: str | None = None,
+    exact: bool = True,
+    share: bool = True,
+    **config: Any,
+) -> nn.Module:
+    """Return the model that `from_executor` returns. `waits`: how long a session waits for what."""
     patterns, place, chosen = arguments.patterns(layers), arguments.device(device), arguments.dtype(dtype)
     endpoint = default_endpoints() if endpoint is None else endpoint
     how, share = arguments.priority(priority), arguments.flag("share", share)
-    waits: dict[str, Any] = {"patience": patience, "timeout": timeout, "wait": wait}
     session = Session(endpoint, how, exact=exact, share=share, **waits)
     try:
         model = _structure(session, config)

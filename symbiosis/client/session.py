@@ -67,7 +67,7 @@ class Session(Reconnecting):
         patience: float = PATIENCE_S,
         timeout: float = CALL_S,
         exact: bool = True,
-        wait: float = 0.0,
+        wait: float | None = 0.0,
         share: bool = False,
         whole: bool = True,
     ) -> None:

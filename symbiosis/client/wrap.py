@@ -46,7 +46,7 @@ def wrap(
     *,
     timeout: float = CALL_S,
     patience: float = PATIENCE_S,
-    wait: float = 0.0,
+    wait: float | None = None,
     layers: Sequence[str] | str | None = None,
     priority: str | None = None,
     exact: bool = True,
@@ -65,10 +65,9 @@ def wrap(
             does not answer in time, the next one goes on. `symbiosis://MODEL` names those of a cluster, wherever they are.
             Else `$SYMBIOSIS_ENDPOINT`, else this host's default socket.
         timeout: Seconds that one call may take before it is sent again; default: `$SYMBIOSIS_CALL_TIMEOUT_S`, else 120.
-        patience: Seconds that an executor which is lost may be away, before calls raise; default: `$SYMBIOSIS_PATIENCE_S`, else 60.
-            After two seconds a line says what is waited for.
-        wait: Seconds that it may take an executor to come up which is not there when `wrap` is called; default: none, or
-            as `patience` if a running cluster has it.
+        patience: Seconds that an executor may be away, when `wrap` is called or later, before that raises; default:
+            `$SYMBIOSIS_PATIENCE_S`, else 60. After two seconds a line says what is waited for, and why.
+        wait: Not needed any more: seconds for the first wait alone, instead of `patience`.
         layers: Patterns of layer names (`"model.layers.*"`), or of those that stay here (`"!*.o_proj"`); default: every layer that
             the executor serves.
         priority: "decode", "prefill" or "train" for all calls; default: as it follows from each call.
@@ -92,7 +91,7 @@ def wrap(
     """
     arguments.a_model(model, "wrap")
     patterns = arguments.patterns(layers)
-    waits = {"timeout": timeout, "patience": patience, "wait": wait}
+    waits = {"timeout": timeout, "patience": patience, "wait": arguments.wait(wait)}
     words: dict[str, Any] = {
         "priority": arguments.priority(priority),
         "exact": exact,

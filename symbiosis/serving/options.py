@@ -65,7 +65,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_adapter_bytes: int = 1 << 30
     max_requests: int = 4096
     max_step_s: float = 600.0
-    wait_s: float = 0.0  # for an executor that comes up
+    wait_s: float = 60.0  # for an executor that comes up, or is just started again
     log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:

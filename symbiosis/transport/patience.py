@@ -28,6 +28,7 @@ class Patience:
         """`option` names what the user may change to wait longer or shorter."""
         self.begun, self.seconds = monotonic(), seconds
         self._key, self._option, self._told = tuple(endpoints), option, False
+        self.why = ""  # what the user is told besides
         with _lock:
             _waits.setdefault(self._key, []).append(self)
         self._timer = threading.Timer(SILENT_S, self._tell)
@@ -45,10 +46,11 @@ class Patience:
                 return
             self._told = True
         logger.warning(
-            "waiting for an executor at %s, for up to %g s (%s); ctrl-C stops waiting",
+            "waiting for an executor at %s, for up to %g s (%s); ctrl-C stops waiting%s",
             " or ".join(self._key),
             self.seconds,
             self._option,
+            f". {self.why}" if self.why else "",
         )
 
     def end(self, endpoint: str | None) -> None:
@@ -65,10 +67,13 @@ class Patience:
             logger.warning("the executor at %s answers, after %.1f s", endpoint, monotonic() - self.begun)
 
 
-def unavailable(endpoints: Sequence[str], cause: Exception) -> ExecutorUnavailable:
-    """Return the error of a wait in vain, which says what to do about it."""
+def unavailable(endpoints: Sequence[str], cause: Exception, longer: str = "") -> ExecutorUnavailable:
+    """Return the error of a wait in vain, which says what to do about it, and which argument waits for `longer`."""
+    more = f" ({longer} waits for longer)" if longer else ""
     if isinstance(cause, HandshakeFailed):
-        return ExecutorUnavailable(str(cause))
+        return ExecutorUnavailable(f"{cause}{more}")
     if isinstance(cause, TimeoutError):
-        return ExecutorUnavailable(f"no executor answers at {' or '.join(endpoints)}: {SAYS_NOTHING}")
-    return ExecutorUnavailable(f"no executor at {' or '.join(endpoints)} ({cause}). {how_to_start_one(endpoints[0])}")
+        return ExecutorUnavailable(f"no executor answers at {' or '.join(endpoints)}: {SAYS_NOTHING}{more}")
+    return ExecutorUnavailable(
+        f"no executor at {' or '.join(endpoints)} ({cause}). {how_to_start_one(endpoints[0])}{more}"
+    )

@@ -200,7 +200,7 @@ def test_figures_are_told_of_all_three_processes(command: Command) -> None:
 
 def test_a_trainer_uses_the_servers_executor(command: Command) -> None:
     eventually(lambda: Path(command.executor.removeprefix("local://")).is_socket())
-    model = symbiosis.from_executor(command.executor, wait=60)
+    model = symbiosis.from_executor(command.executor)
     ids = model.dummy_inputs["input_ids"][:1]
     assert model(ids).logits.isfinite().all()
     symbiosis.unwrap(model)

@@ -556,10 +556,10 @@ def test_an_executor_that_stays_away_ends_requests_and_not_the_engine() -> None:
 def test_an_engine_waits_for_an_executor_that_comes_up(tmp_path: Path) -> None:
     endpoint = f"local://{tmp_path}/executor.sock"
     with pytest.raises(ExecutorUnavailable):
-        Engine(endpoint, memory=1 << 24)
+        Engine(endpoint, memory=1 << 24, wait=0)
     executors: list[symbiosis.Executor] = []
     threading.Timer(0.5, lambda: executors.append(symbiosis.Executor("demo", listen=[endpoint]))).start()
-    with Engine(endpoint, memory=1 << 24, wait=60) as engine:
+    with Engine(endpoint, memory=1 << 24) as engine:
         assert len(engine.generate(PROMPTS[0], max_tokens=2, temperature=0.0).tokens) == 2
     executors[0].close()
 

@@ -235,7 +235,7 @@ def test_a_program_waits_for_a_cluster_that_starts_and_keys_hold_on_all_nodes(no
     ids = torch.tensor([list(PROMPT.encode())])
     wanted, asked = model(ids).logits, {"model": "demo", "prompt": PROMPT, "max_tokens": 1}
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(symbiosis.wrap, model, "symbiosis://demo", wait=100, share=False)
+        waiting = pool.submit(symbiosis.wrap, model, "symbiosis://demo", patience=100, share=False)
         with cluster(tmp_path, KEYED) as found:
             assert torch.equal(waiting.result()(ids).logits, wanted)
             for url in (found.url, *(each.url for each in found.servers())):

@@ -92,12 +92,12 @@ def test_a_short_wait_is_not_told_of(url: str, told: Callable, monkeypatch: pyte
 @pytest.mark.parametrize("build", [lambda to, **w: symbiosis.wrap(tiny_llama(), to, **w), symbiosis.from_executor])
 def test_an_executor_that_is_not_up_yet_is_waited_for(build: Callable, tmp_path: Path, ids: Tensor) -> None:
     endpoint = f"local://{tmp_path}/later.sock"
-    with pytest.raises(ExecutorUnavailable):
-        build(endpoint)  # nobody waits unasked
+    with pytest.raises(ExecutorUnavailable, match=r"Start one with.*patience=.*waits for longer"):
+        build(endpoint, patience=0.1)
     executors: list[symbiosis.Executor] = []
     later = threading.Timer(0.5, lambda: executors.append(start(endpoint)))
     later.start()
-    model: nn.Module = build(endpoint, wait=WAIT_S)
+    model: nn.Module = build(endpoint)
     assert torch.equal(model(ids).logits, tiny_llama()(ids).logits)
     executors[0].close()
 
@@ -111,7 +111,7 @@ def test_an_executor_that_does_not_come_up_is_given_up_in_time(tmp_path: Path) -
 
 NEVER_UP = """
 import symbiosis, torch
-symbiosis.from_executor(ENDPOINT, wait=600)
+symbiosis.from_executor(ENDPOINT, patience=600)
 """
 LOST = """
 import symbiosis, torch
@@ -149,3 +149,36 @@ def test_ctrl_c_ends_a_wait_that_is_told_of(program: str, scheme: str, tmp_path:
 def test_what_answers_nothing_is_not_told_to_be_absent() -> None:
     error = patience.unavailable(["local:///x.sock"], TimeoutError("timed out"))
     assert "says nothing" in str(error) and "Start one" not in str(error)
+
+
+@pytest.mark.parametrize("build", [lambda to, **w: symbiosis.wrap(tiny_llama(), to, **w), symbiosis.from_executor])
+def test_an_executor_that_is_just_started_again_is_waited_for(build: Callable, url: str, ids: Tensor) -> None:
+    """Whether it was ended in order, or its socket lies there still; and the line of the wait says why."""
+    first = start(url)
+    endpoint = first.endpoint
+    first.close()
+    if endpoint.startswith("inproc://"):
+        pytest.skip("an executor of this process is not started again by others")
+    executors: list[symbiosis.Executor] = []
+    later = threading.Timer(1.0, lambda: executors.append(start(endpoint)))
+    later.start()
+    model: nn.Module = build(endpoint)
+    assert torch.equal(model(ids).logits, tiny_llama()(ids).logits)
+    later.join()
+    executors[0].close()
+
+
+def test_the_line_of_a_first_wait_says_why(tmp_path: Path, told: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "SILENT_S", 0.1)
+    with pytest.raises(ExecutorUnavailable):
+        symbiosis.from_executor(f"local://{tmp_path}/never.sock", patience=0.5)
+    (line,) = told()
+    assert "patience=" in line and "Start one with" in line and "No such file" in line
+
+
+def test_the_argument_that_went_is_still_taken(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    for wait in (0, 0.3):
+        with pytest.warns(FutureWarning, match="patience="), pytest.raises(ExecutorUnavailable):
+            symbiosis.from_executor(f"local://{tmp_path}/never.sock", wait=wait)
+    assert 0.3 <= time.monotonic() - begun < SOON_S

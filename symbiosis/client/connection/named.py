@@ -37,7 +37,7 @@ def located_within(urls: Sequence[str], starts_s: float, comes_s: float) -> tupl
     """
     if not is_by_name(urls):
         return located(urls)
-    waiting = Patience(urls, max(starts_s, comes_s), "wait=")
+    waiting = Patience(urls, max(starts_s, comes_s), "patience=, $SYMBIOSIS_PATIENCE_S")
     found: tuple[str, ...] = ()
     try:
         while not found:

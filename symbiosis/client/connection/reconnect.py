@@ -39,6 +39,7 @@ CALL_S = arguments.seconds_in("SYMBIOSIS_CALL_TIMEOUT_S", 120.0)  # how long one
 FIRST_ROOM = 64 << 20  # bytes of the largest reply at first: for a larger one a session joins anew
 KEEPS_OUT = frozenset((Code.WRONG_MODEL, Code.LIMIT, Code.NOT_ALLOWED))  # of a join: another executor may let us in
 FIRST_PAUSE_S = 0.02  # between two attempts
+LONGEST_FIRST_PAUSE_S = 0.1  # ... to join for the first time
 FIRST_WAIT_S, LONGEST_WAIT_S = (
     1e-3,
     0.05,
@@ -60,16 +61,18 @@ class Reconnecting:
         observer: bool = False,
         patience: float = PATIENCE_S,
         timeout: float = CALL_S,
-        wait: float = 0.0,
+        wait: float | None = 0.0,
         share: bool = False,
     ) -> None:
-        """With `share`, the served weights are mapped if the executor offers that."""
+        """With `share`, the served weights are mapped if the executor offers that. `wait`: how long the first join may take; None: as
+        `patience` says, where it is another process."""
         self._names = arguments.endpoints(endpoint)  # URLs, or names of models in clusters
         self.timeout = arguments.timeout(timeout)
-        self.patience, wait = arguments.seconds("patience", patience), arguments.seconds("wait", wait)
-        # a cluster starts what it tells of
-        self.wait = max(wait, self.patience if named.is_by_name(self._names) else 0.0)
-        self.endpoints = named.located_within(self._names, self.wait, wait)
+        self.patience, asked = arguments.seconds("patience", patience), arguments.seconds("wait", wait or 0.0)
+        # a cluster starts what it tells of, and knows which models there will never be
+        others = wait is None and not all(map(transport.is_within_process, self._names))
+        self.wait = max(asked, self.patience if others or named.is_by_name(self._names) else 0.0)
+        self.endpoints = named.located_within(self._names, self.wait, asked)
         self.endpoint = self.endpoints[0]  # the one in use
         self.priority, self.fingerprint, self.observer = priority, fingerprint, observer
         self.share = arguments.flag("share", share)
@@ -159,7 +162,9 @@ class Reconnecting:
             self._waiting = Patience(self.endpoints, self.patience, PATIENCE)
         gone = self._welcome is None or not any(map(transport.may_come_back, self.endpoints))
         if gone or self._waiting.left < 0:
-            raise next(iter(self._refusing.values()), unavailable(self.endpoints, error)) from None
+            raise next(
+                iter(self._refusing.values()), unavailable(self.endpoints, error, "" if gone else PATIENCE)
+            ) from None
         self._turn_to_next()
         self.stats.retries += 1
 
@@ -255,16 +260,21 @@ class Reconnecting:
         self._refusing[self.endpoint] = error
 
     def _join_first(self) -> transport.Connection:
-        """Join whichever replica answers. Waits for an executor that was never there only if `wait=` says so."""
-        waiting = Patience(self.endpoints, self.wait or JOIN_S, "wait=")
-        connection = None
+        """Join whichever replica answers. Waits for one that is being started, or started again, and cannot tell it from one that never comes."""
+        waiting = Patience(self.endpoints, self.wait or JOIN_S, PATIENCE)
+        connection, pause = None, FIRST_PAUSE_S
+        may_come = any(map(transport.may_come_back, self.endpoints))
         try:
-            while connection is None:
+            while True:
                 connection, cause = self._ask_each()
-                if connection is None and time.monotonic() > waiting.begun + self.wait:
-                    raise next(iter(self._refusing.values()), unavailable(self.endpoints, cause)) from None
-                time.sleep(0 if connection else FIRST_PAUSE_S)
-            return connection
+                if connection is not None:
+                    return connection
+                waiting.why = str(unavailable(self.endpoints, cause))
+                if not may_come or time.monotonic() > waiting.begun + self.wait:
+                    longer = PATIENCE if may_come else ""
+                    raise next(iter(self._refusing.values()), unavailable(self.endpoints, cause, longer)) from None
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_FIRST_PAUSE_S)
         finally:
             waiting.end(self.endpoint if connection else None)
             self._refusing.clear()

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
-from symbiosis.client.from_executor import from_executor
+from symbiosis.client.from_executor import built
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import ConfigError
 from symbiosis.serving.adapter import Adapter
@@ -56,7 +56,7 @@ class Engine:
             others are refused. Default: a quarter of what is free.
         max_adapter_bytes: Of the file of an adapter's tensors, if `adapter_memory` is not more. Larger ones are refused.
         name: What the model is called: no adapter may have that name.
-        wait: How long an executor may take to come up, in seconds.
+        wait: How long an executor may take to come up, in seconds; None: as long as it may be away later, 60 or `$SYMBIOSIS_PATIENCE_S`.
 
     >>> import symbiosis
     >>> with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, memory=1 << 24) as engine:
@@ -84,13 +84,13 @@ class Engine:
         max_adapter_bytes: int = MOST_TENSOR_BYTES,
         name: str | None = None,
         compiles: bool = False,
-        wait: float = 0.0,
+        wait: float | None = None,
     ) -> None:
         _check_options(
             policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens, first_token_s=first_token_s,
             max_waiting=max_waiting, of_tenant=of_tenant, max_rank=max_rank, adapter_memory=adapter_memory, max_adapter_bytes=max_adapter_bytes,
         )  # fmt: skip
-        self._own_model = from_executor(model, priority="decode", wait=wait) if isinstance(model, str) else None
+        self._own_model = built(model, {"wait": wait}, priority="decode") if isinstance(model, str) else None
         self._served = served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
         self.tokenizer = _tokenizer(tokenizer)
         self._residency = Residency(served.arena, served.blocks.make_room, served.fetcher)
