@@ -35,7 +35,7 @@ def ask(folder: Path, question: str) -> str:
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    tokens = model.generate(**prompt, max_new_tokens=120, do_sample=False)
+    tokens = model.generate(**prompt.to(model.device), max_new_tokens=120, do_sample=False)
     return str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 
 

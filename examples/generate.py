@@ -14,7 +14,7 @@ if len(sys.argv) > 1:
     model = PeftModel.from_pretrained(model, sys.argv[1])
 
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
-prompt = tokenizer("The return value is", return_tensors="pt")
+prompt = tokenizer("The return value is", return_tensors="pt").to(model.device)
 tokens = model.generate(**prompt, max_new_tokens=60, do_sample=False)
 print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 print(symbiosis.stats(model))

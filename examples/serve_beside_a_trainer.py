@@ -18,7 +18,7 @@ url = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
 client = openai.OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"))
 base = symbiosis.from_executor(sys.argv[1])
 model = peft.get_peft_model(base, peft.LoraConfig(r=8, target_modules="all-linear"))
-data = torch.tensor([list(b"The return value is 42, as everybody knows. ")])
+data = torch.tensor([list(b"The return value is 42, as everybody knows. ")], device=base.device)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 3e-3)
 for step in range(1, 61):
     loss = model(input_ids=data, labels=data).loss

@@ -308,7 +308,7 @@ class LoraClient:
 def _split(endpoint: str) -> Any:
     import symbiosis
 
-    return symbiosis.from_executor(endpoint)
+    return symbiosis.from_executor(endpoint, device="cpu")
 
 
 def _unsplit(folder: str) -> Any:

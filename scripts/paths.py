@@ -108,7 +108,7 @@ def record_calls(paths: Paths, folder: Path) -> dict[str, set[tuple[str, str]]]:
         eventually(lambda: (folder / "executor.sock").exists())
         found = {}
         for share, name in ((False, "call"), (True, "mapped")):
-            model = symbiosis.from_executor(endpoint, share=share, patience=PATIENCE_S)
+            model = symbiosis.from_executor(endpoint, share=share, patience=PATIENCE_S, device="cpu")
             layer = model.model.layers[0].self_attn.q_proj
             rows = torch.randn(64, layer.in_features, requires_grad=True)
             paths.record(name, lambda: layer(rows))  # noqa: B023

@@ -121,10 +121,12 @@ def clients_that_differ(url: str, expected: list[list[Tensor]], tokens: Tensor) 
     """Trainers and generators at once, called and mapped: how many got something else than the unsplit model."""
 
     def train(seed: int, share: bool) -> bool:
-        return same(trained(symbiosis.from_executor(url, share=share), seed, PAUSES_S[seed]), expected[seed])
+        return same(
+            trained(symbiosis.from_executor(url, share=share, device="cpu"), seed, PAUSES_S[seed]), expected[seed]
+        )
 
     def generate(share: bool) -> bool:
-        return torch.equal(generated(symbiosis.from_executor(url, share=share)), tokens)
+        return torch.equal(generated(symbiosis.from_executor(url, share=share, device="cpu")), tokens)
 
     with ThreadPoolExecutor() as pool:
         made = [pool.submit(train, seed, share) for share in (False, True) for seed in range(len(PAUSES_S))]
@@ -164,7 +166,9 @@ def adapter_differs(pid: int, url: str, expected: list[Tensor], share: bool) -> 
         if step % 3 == 1:
             os.kill(random.choice(ranks_of(pid)), signal.SIGKILL)
 
-    return not same(trained(symbiosis.from_executor(url, share=share, patience=60.0), 0, meanwhile=kill), expected)
+    return not same(
+        trained(symbiosis.from_executor(url, share=share, patience=60.0, device="cpu"), 0, meanwhile=kill), expected
+    )
 
 
 class Spread:
@@ -198,7 +202,7 @@ class Spread:
             if step % 3 == 1:
                 os.kill(random.choice(ranks_of(pid)), signal.SIGKILL)
 
-        got = trained(symbiosis.from_executor(url, share=False, patience=60.0), 0, meanwhile=kill)
+        got = trained(symbiosis.from_executor(url, share=False, patience=60.0, device="cpu"), 0, meanwhile=kill)
         off = [abs(float(mine / theirs) - 1) for mine, theirs in zip(got[:STEPS], expected[:STEPS], strict=True)]
         self.loss_off = max(self.loss_off, *off)
 

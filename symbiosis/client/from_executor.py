@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from symbiosis.client import arguments
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S
+from symbiosis.client.placing import place_beside
 from symbiosis.client.session import Session
 from symbiosis.client.told_config import told_class, told_config, told_generation
 from symbiosis.client.weights.remote_weight import RemoteWeight
@@ -40,7 +41,7 @@ def from_executor(
     patience: float = PATIENCE_S,
     wait: float | None = None,
     dtype: torch.dtype | str | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "auto",
     layers: Sequence[str] | str | None = None,
     priority: str | None = None,
     exact: bool = True,
@@ -54,7 +55,7 @@ def from_executor(
     Args:
         endpoint, timeout, patience, wait, layers, priority, exact, share: as for `wrap`.
         dtype: What the client computes in, `torch.bfloat16` or `"bfloat16"`; default, and "auto": what the executor holds.
-        device: Where the client's own tensors live. What the model computes for itself (rotary frequencies, masks) is computed as by
+        device: Where the client's own tensors live; default, and "auto": on the executor's GPU, if that is one of this host, else on the CPU. What the model computes for itself (rotary frequencies, masks) is computed as by
             `from_pretrained(..., device_map=device)`: on the CPU, and copied there; under `with torch.device(device)` on that device.
         config: Changes to the model's configuration, such as `attn_implementation="eager"`.
 
@@ -72,7 +73,7 @@ def built(
     endpoint: str | Sequence[str] | None,
     waits: dict[str, Any],
     dtype: torch.dtype | str | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "auto",
     layers: Sequence[str] | str | None = None,
     priority: str | None = None,
     exact: bool = True,
@@ -80,11 +81,13 @@ def built(
     **config: Any,
 ) -> nn.Module:
     """Return the model that `from_executor` returns. `waits`: how long a session waits for what."""
-    patterns, place, chosen = arguments.patterns(layers), arguments.device(device), arguments.dtype(dtype)
+    patterns, chosen = arguments.patterns(layers), arguments.dtype(dtype)
+    place = None if device == "auto" else arguments.device(device)
     endpoint = default_endpoints() if endpoint is None else endpoint
     how, share = arguments.priority(priority), arguments.flag("share", share)
     session = Session(endpoint, how, exact=exact, share=share, **waits)
     try:
+        place = place or place_beside(session.welcome, session.endpoint)
         model = _structure(session, config)
         attach(model, session, patterns, place)
         _fill(model, session, place)

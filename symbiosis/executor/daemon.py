@@ -31,6 +31,7 @@ WITHOUT_MPS = (
     "CUDA MPS does not serve this executor: it and the clients on its GPU run by turns. A small call then took about 300 us "
     "in our measurements, and 40 to 60 with MPS. Start the executor with --mps"
 )
+WITHOUT_GPU = "this executor computes on the CPU, and a GPU of this machine is not used: --device cuda uses it"
 
 
 def serve(model_name: str, options: Options) -> None:
@@ -64,6 +65,8 @@ def shared_gpu(options: Options) -> Iterator[None]:
         return
     if options.on_gpu and mps.state(mps.places()[0]) is not mps.PipesState.SERVES:
         log(logging.WARNING, WITHOUT_MPS)
+    if not options.on_gpu and torch.cuda.is_available():
+        log(logging.WARNING, WITHOUT_GPU)
     yield
 
 

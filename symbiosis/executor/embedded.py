@@ -1,6 +1,7 @@
 """An executor inside a program: the daemon's server in a thread."""
 
 import atexit
+import logging
 import os
 import threading
 from concurrent.futures import Future
@@ -13,13 +14,20 @@ import torch
 from torch import nn
 
 from symbiosis.config import Options, load_options
-from symbiosis.endpoints import is_within_process
+from symbiosis.endpoints import is_within_process, socket_path
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.load import load_model
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.preflight import check
 from symbiosis.executor.server import Server
 from symbiosis.transport.inproc import new_url
+
+KEEPS = (
+    "clients at %s do not map the weights, and call for each product: this program keeps its own model, which it may change. "
+    "share_weights=True shares a second copy of them, and a model that is given by its name or folder is shared as it is; share_weights=False "
+    "says that this is meant"
+)
+logger = logging.getLogger("symbiosis")
 
 
 class Executor:
@@ -51,6 +59,8 @@ class Executor:
             model = load_model(model, chosen.dtype, chosen.device)
         else:
             _check_model(model, chosen)
+            if chosen.shares_weights and not shares:
+                logger.warning(KEEPS, ", ".join(filter(socket_path, chosen.listen)))
         store = Store(model, chosen.serve, chosen.integers)
         if shares:
             store.share_weights()

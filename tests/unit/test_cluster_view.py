@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from symbiosis.build import build
 from symbiosis.cluster.front import view
 from symbiosis.cluster.front.shown import together
 from symbiosis.cluster.front.view import Flight, Seen, View
@@ -102,6 +103,25 @@ def test_what_a_server_leaves_out_of_its_memory_stays_as_it_was(monkeypatch: pyt
     for _ in range(2):
         assert asyncio.run(of_one._answers(of_one.seen[1]))
         assert (of_one.seen[1].room, of_one.seen[1].tokens, of_one.seen[1].longest) == (5, 9, 7)
+
+
+def test_a_server_of_another_build_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    says = [SERVING | {"build": build()}, *[SERVING | {"build": "0.0.9+g\x1babc"}] * 2, SERVING]
+
+    async def answer_of(url: str, path: str) -> object:
+        return says.pop()
+
+    monkeypatch.setattr(view, "answer_of", answer_of)
+    of_one = view_of()
+    told = []
+    for _ in range(4):
+        assert asyncio.run(of_one._answers(of_one.seen[1]))
+        told.append(len(caplog.records))
+    assert told == [1, 2, 2, 2]
+    assert "of another release" in caplog.messages[0]
+    assert f"m-server-1 is symbiosis 0.0.9+g?abc, this front end {build()}" in caplog.messages[1]
 
 
 def test_a_log_on_a_full_disk_holds_up_no_request(caplog: pytest.LogCaptureFixture) -> None:

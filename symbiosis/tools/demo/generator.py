@@ -49,7 +49,7 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     model = symbiosis.from_executor(args.endpoint)
-    prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False).to(model.device)
     events.wait_for_start(base_bytes=base_bytes(model))
     progress = TokenCount(events, tokenizer)
     while (left := args.tokens - progress.done) > 0:
