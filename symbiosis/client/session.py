@@ -198,9 +198,9 @@ class Session(Reconnecting):
     ) -> list[Tensor]:
         """Make a call from this CPU, and return its results on `device`: mapped weights answer it, or it is sent, in parts if it is
         large."""
-        look_for_fork()
         if (self.mapped or self.spread) and (made := self._locally(call, payload, device, shapes)):
             return made
+        look_for_fork()
         if goes_in_parts(call, shapes):
             return in_parts(call, payload[0], shapes, lambda part, rows, of: self._by_cpu(part, rows, device, of))
         if device.type == "cpu":
