@@ -122,7 +122,7 @@ def test_the_example_is_what_the_model_writes(page: Browser) -> None:
 
 BOXES = """(() => {
   const box = id => document.getElementById(id).getBoundingClientRect().toJSON();
-  return Object.fromEntries(['play', 'prompt', 'go', 'adapters', 'figures'].map(id => [id, box(id)]));
+  return Object.fromEntries(['play', 'texts', 'speed', 'prompt', 'go', 'adapters', 'figures'].map(id => [id, box(id)]));
 })()"""
 WIDE = "[...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
 CUT = "[...document.querySelectorAll('button, label, h1, h2, h3, b, span, select')].filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline').map(e => e.outerHTML.slice(0, 80))"
@@ -144,7 +144,9 @@ def test_the_page_fits_a_desk_and_a_phone(api: Api, width: int, height: int, sch
         boxes = page.run(BOXES)
         assert page.run("document.documentElement.scrollWidth") == width
         assert page.run(WIDE) == [] and page.run(CUT) == [] and page.run(SMALL) == [] and page.run(NAMELESS) == []
-        assert boxes["play"]["top"] < boxes["adapters"]["top"] < boxes["figures"]["top"]
+        assert boxes["play"]["top"] <= boxes["adapters"]["top"] < boxes["figures"]["top"]
+        order = [boxes[id]["top"] for id in ("play", "texts", "speed", "prompt", "go")]
+        assert order == sorted(order) and boxes["speed"]["bottom"] < height, "what becomes of a request is in sight"
         if width < 500:
             assert boxes["play"]["width"] > 0.9 * width and boxes["adapters"]["top"] > boxes["play"]["bottom"]
             assert float(page.run("parseFloat(getComputedStyle(document.getElementById('prompt')).fontSize)")) >= 16
