@@ -214,14 +214,14 @@ def pss_bytes(pid: int) -> int:
 # ---------------------------------------------------------------- models
 
 
-def save_llama(folder: Path, hidden: int, layers: int, dtype: str = "float32") -> int:
-    """A randomly initialised Llama as a checkpoint in `folder`; the number of its parameters."""
+def save_llama(folder: Path, hidden: int, layers: int, dtype: str = "float32", inner: int = 0) -> int:
+    """A randomly initialised Llama as a checkpoint in `folder`, with MLPs of the width `inner`; the number of its parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+        hidden_size=hidden, intermediate_size=inner or 11 * hidden // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 128, vocab_size=VOCABULARY, max_position_embeddings=2048,
         bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip

@@ -8,6 +8,7 @@
     rows     four sessions with calls of 8,192 rows
     costly   of each op the call that costs most for what is sent: seeds, stacks, groups, wide columns, reads, norms
     watchers 20 connections of observers that have large payloads sent back, and read late
+    dgrad-DTYPE  one gradient after another of 512 rows through a matrix with 14,336 rows, in each dtype that an executor takes
 
 The other tenant's processes have the lowest priority of the scheduler, because they would run on other machines: what is
 measured is the executor. Before each of these the first tenant is measured alone, and compared with that. Afterwards it is measured
@@ -63,7 +64,11 @@ CONNECTIONS = 50
 LAYER = "model.layers.0.self_attn.q_proj"
 LARGE_ROWS = 16 << 11  # of 512 bytes: 16 MB
 MLP = "model.layers.0.mlp.gate_proj"
-SITUATIONS = ("flood", "crowd", "frozen", "trainer", "rows", "costly", "watchers", "strangers")
+DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
+WIDE, WIDE_ROWS = 14_336, 512
+NARROW_SITUATIONS = ("flood", "crowd", "frozen", "trainer", "rows", "costly", "watchers", "strangers")
+WIDE_SITUATIONS = tuple(f"dgrad-{dtype}" for dtype in DTYPES)
+SITUATIONS = NARROW_SITUATIONS + WIDE_SITUATIONS
 SESSIONS, ROWS = 4, 8192
 WATCHERS = 20
 TENANTS, HANDSHAKES_PER_S = 1_000, 200
@@ -284,6 +289,19 @@ class Nuisance:
         ]  # fmt: skip
         return self._all_at_once(calls, start, seconds)
 
+    def dgrad(self, start: float, seconds: float, dtype: str) -> int:
+        """Gradients of rows through a wide matrix, one after another."""
+        session = Session(self._endpoint)
+        mlp = layer_number(session, MLP)
+        dy = torch.ones(WIDE_ROWS, session.manifest[mlp].shape[0], dtype=getattr(torch, dtype))
+        wait_for(start)
+        calls, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            session.call(Op.DGRAD, mlp, dy)
+            calls += 1
+        session.close()
+        return calls
+
     def _all_at_once(self, calls: Sequence[Callable[[Session], object]], start: float, seconds: float) -> int:
         """Each again and again, in a session and a thread of its own; how many were answered."""
 
@@ -354,11 +372,13 @@ class Round(NamedTuple):
 class Bench:
     """The processes, and a measurement of one situation."""
 
-    def __init__(self, stack: ExitStack, folder: Path, seconds: float, rows: int) -> None:
+    def __init__(
+        self, stack: ExitStack, folder: Path, seconds: float, rows: int, situations: Sequence[str], inner: int = 0
+    ) -> None:
         self._seconds, self._rows, self.kept = seconds, rows, 0.0
-        save_llama(folder / "model", hidden=HIDDEN, layers=1)
+        save_llama(folder / "model", hidden=HIDDEN, layers=1, inner=inner)
         tenants = folder / "tenants"
-        for name in ("executor", "decoder", *SITUATIONS):  # a tenant for each: one that was barred would disturb nobody
+        for name in ("executor", "decoder", *situations):  # a tenant for each: one that was barred would disturb nobody
             _, public = generate(name, folder)
             if name != "executor":
                 tenants.mkdir(exist_ok=True)
@@ -366,28 +386,29 @@ class Bench:
         for number in range(TENANTS):
             (tenants / f"tenant-{number}.pub").write_text(f"public {z85.encode(os.urandom(32)).decode()}\n")
         keys = ["--key", f"{folder}/executor.key", "--tenants", str(tenants)]
-        options = ["--allow-read", "--integers", "8", "--listen", "tcp://127.0.0.1:0", *keys]
+        options = ["--allow-read", "--integers", "8", "--integers", "16", "--listen", "tcp://127.0.0.1:0", *keys]
         served = stack.enter_context(executor(folder / "model", 1, *options))
         self._executor = served.pid
         endpoint = f"{served.endpoints[0]}?server={folder}/executor.pub&key={folder}"
         self._decoder = stack.enter_context(workers(Decoder, [(f"{endpoint}/decoder.key",)]))
-        others = stack.enter_context(workers(Nuisance, [(f"{endpoint}/{name}.key",) for name in SITUATIONS]))
-        self._others = dict(zip(SITUATIONS, others, strict=True))
+        others = stack.enter_context(workers(Nuisance, [(f"{endpoint}/{name}.key",) for name in situations]))
+        self._others = dict(zip(situations, others, strict=True))
 
     def measure(self, situation: str) -> Round:
         alone = self._calls()
         if situation == "frozen":
             burnt, times, cores, other = alone, self._beside_a_frozen_client(), 0.0, 0
         else:
-            extra = [self._rows] if situation == "trainer" else []
-            times, cores, other = self._beside(situation, situation, *extra)
+            act, _, dtype = situation.partition("-")
+            extra = [self._rows] if act == "trainer" else [dtype] if dtype else []
+            times, cores, other = self._beside(situation, act, *extra)
             burnt, _, _ = self._beside(situation, "burn", max(cores, LEAST_CORES))
         alone_p50, alone_p99 = (np.percentile(alone, (50, 99)) * 1e3).tolist()
         burnt_p50, burnt_p99 = (np.percentile(burnt, (50, 99)) * 1e3).tolist()
         p50, p99, slowest = (np.percentile(times, (50, 99, 100)) * 1e3).tolist()
         return Round(alone_p50, alone_p99, burnt_p50, burnt_p99, p50, p99, slowest, cores, other)
 
-    def _beside(self, situation: str, act: str, *extra: float) -> tuple[list[float], float, int]:
+    def _beside(self, situation: str, act: str, *extra: float | str) -> tuple[list[float], float, int]:
         """The innocent tenant's calls while the other one's process does something, the cores that it used, and what it got done."""
         process = self._others[situation]
         process.send(act, time.monotonic() + 1.0, self._seconds + 1.0, *extra)
@@ -458,12 +479,17 @@ def main() -> int:
     rounds: dict[str, list[Round]] = {situation: [] for situation in chosen}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         seconds, rows, count = (2.0, 250_000, 3) if args.quick else (8.0, 1_000_000, 5)
-        bench = Bench(stack, Path(folder), seconds, rows)
+        benches: dict[str, Bench] = {}
+        for situations, inner in ((NARROW_SITUATIONS, 0), (WIDE_SITUATIONS, WIDE)):
+            if mine := [situation for situation in chosen if situation in situations]:
+                place = Path(folder) / str(inner)
+                place.mkdir()
+                benches.update(dict.fromkeys(mine, Bench(stack, place, seconds, rows, mine, inner)))
         for number in range(count):
             for situation in chosen:
                 progress(f"round {number + 1} of {count}: {situation}")
-                rounds[situation].append(bench.measure(situation))
-        kept = bench.kept
+                rounds[situation].append(benches[situation].measure(situation))
+        kept = max(bench.kept for bench in benches.values())
     show(rounds)
     return report(rounds, kept).finish()
 

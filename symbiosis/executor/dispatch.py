@@ -192,7 +192,7 @@ class Dispatch:
         key = ("observer", plan.key) if session.observer else plan.key
         return Item(
             session.number, key, plan.rows, priority, session.heard, work, call.by_rows, plan.joinable,
-            price=plan.multiplications, cells=plan.cells, turns=plan.turns,
+            price=plan.multiplications, grains=plan.grains, kind=plan.kind, turns=plan.turns,
         )  # fmt: skip
 
     def _refuse(self, session: ServedSession, seq: int, call: Call, error: CallError) -> None:

@@ -15,6 +15,8 @@ import torch
 from symbiosis.config import Options
 from symbiosis.errors import Code
 from symbiosis.executor.account import ServedSession
+from symbiosis.executor.compute.probe import ROWS as PROBED_ROWS
+from symbiosis.executor.compute.probe import seconds_by_kind
 from symbiosis.executor.dispatch import Dispatch
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.model.store import Store
@@ -60,6 +62,8 @@ class Server:
         self.register = JoinLog(self.ledger, audit, keyring.tenants if keyring else None)
         self.sessions = Sessions(store, options, self.register, keyed=keyring is not None)
         self.batcher = _batcher(options, store.on_gpu)
+        if not store.on_gpu:
+            self.batcher.costs.measured(seconds_by_kind(bool(options.integers)), PROBED_ROWS)
         self.reactor = Reactor(self._failed)
         self.dispatch = self.dispatch_class(
             store, options, keyring, self.sessions, self.register, self.ledger, self.batcher,

@@ -16,7 +16,9 @@ from torch import Tensor
 
 LONGEST = 1 << 17  # a sum of fewer products of digits than this surely fits into 32 bits
 LARGEST = {8: 127, 16: 127 * 256 + 127}  # the largest weight in one digit, and in two
+AT_ONCE = 1 << 16  # values that a CPU splits into digits at once
 BLOCK = 1 << 24  # weights that are quantised at once
+DTYPE = {4: torch.int32, 8: torch.int64}  # by the number of digits
 FUSED = (4, 8)  # bytes of the integers that our kernel multiplies
 ROWS_WARMED = (1, 9, 17, 33, 257)
 TRIED = 3  # times that a product is timed
@@ -53,6 +55,12 @@ def digits(x: Tensor) -> Tensor:
     [24, -4, 0, 0]
     """
     size = x.element_size()
+    if x.numel() > AT_ONCE and len(x) > 1 and not x.is_cuda:  # a part at a time stays in a cache
+        found = x.new_empty((size, *x.shape), dtype=torch.int8)
+        rows = max(1, AT_ONCE // x[0].numel())
+        for part, into in zip(x.split(rows), found.split(rows, dim=1), strict=True):
+            into.copy_(digits(part))
+        return found
     half = int.from_bytes(b"\x80" * size, "little", signed=True)
     return ((x + half) ^ half).contiguous().view(torch.int8).view(*x.shape, size).movedim(-1, 0).contiguous()
 
@@ -82,11 +90,15 @@ def warm(w_DKN: Tensor) -> None:
 
 def product_by_parts(x_TK: Tensor, w_DKN: Tensor, out_TN: Tensor | None = None) -> Tensor:
     """Compute a product modulo 2^32 or 2^64 digit by digit, with torch's own operations."""
-    size, (rows, width) = x_TK.element_size(), x_TK.shape
+    return product_of_digits(digits(x_TK), w_DKN, None, out_TN)
+
+
+def product_of_digits(x_DTK: Tensor, w_DKN: Tensor, bias: None = None, out_TN: Tensor | None = None) -> Tensor:
+    """Return what `product_by_parts` does, for rows of which the digits are known."""
+    size, rows, width = x_DTK.shape
     if out_TN is None:
-        out_TN = x_TK.new_empty(rows, w_DKN.shape[-1])
+        out_TN = x_DTK.new_empty(rows, w_DKN.shape[-1], dtype=DTYPE[size])
     out_TN.zero_()
-    x_DTK = digits(x_TK)
     for place, w_KN in enumerate(w_DKN):
         sums = product_of_bytes(x_DTK[: size - place].reshape(-1, width), w_KN)
         for up, sum_TN in enumerate(sums.view(-1, *out_TN.shape), place):

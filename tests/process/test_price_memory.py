@@ -39,8 +39,9 @@ def run(call, payload, plan):
     work = HostCall(InprocPeer(), 1, call, payload, out, plan, finite=call.dtype[:3] != "int" and bool(payload) and call.op.name != "LOOKUP")
     item = Item(1, plan.key, plan.rows, 0, 0.0, work)
     for turn in range(plan.turns):
-        first, last = (plan.cells * n // plan.turns for n in (turn, turn + 1))
-        engine.compute(Batch(plan.key, [Slice(item, 0, plan.rows)], 0.0, plan.cells, first, last))
+        cells = plan.grains[0][1]
+        first, last = (cells * n // plan.turns for n in (turn, turn + 1))
+        engine.compute(Batch(plan.key, [Slice(item, 0, plan.rows)], 0.0, cells, first, last))
         assert work.error is None, work.error
 
 result = []

@@ -186,7 +186,7 @@ def test_calls_that_do_not_go_by_rows_are_joined_as_far_as_others_can_wait() -> 
     batcher.join(99, "other")
     for session in range(8):
         batcher.add(
-            Item(session, "grouped", 200, 2, 0.0, divisible=False, price=200 << 14, cells=64)
+            Item(session, "grouped", 200, 2, 0.0, divisible=False, price=200 << 14, grains=((1, 64),))
         )  # 1.3 ms each as guessed
     batcher.add(Item(99, "other", 1, 0, 0.0))
     longest, now = 0.0, 0.0

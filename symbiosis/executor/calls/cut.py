@@ -2,30 +2,43 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import NamedTuple
 
 from symbiosis.protocol import Call, Op
 
-BLOCK = 64  # rows of a cell; with fewer, each row costs more
-PANEL = 256  # columns of a cell
+
+class Grain(NamedTuple):
+    """The rows and the columns of a cell."""
+
+    rows: int
+    columns: int
+
+
+# From coarse to fine. With fewer than 64 rows, each row costs more; with fewer than 8 rows or 16 columns, libraries take other kernels for
+# what they are fast at, which round differently.
+GRAINS = (Grain(64, 16), Grain(8, 16), Grain(1, 1))
+SMALL = 2048  # values that are copied together
 
 Grid = tuple[int, ...]
 Box = tuple[slice, ...]
 
 
-def grid_of(call: Call, shape: Sequence[int], widths: Sequence[int]) -> Grid:
+def grid_of(call: Call, shape: Sequence[int], widths: Sequence[int], grain: Grain) -> Grid:
     """Return the grid of a result of this `shape`. A call that goes by rows is cut into slices before, which leaves the columns of each
     member, of these `widths`. Cells are ordered so that a run of them needs as little of a weight as possible."""
-    return (sum(map(panels, widths)),) if call.by_rows else GRIDS[call.op](shape)
+    if call.by_rows:
+        return (sum(cells(width, grain.columns) for width in widths),)
+    return GRIDS[call.op](shape, grain)
 
 
-def leading(shape: Sequence[int]) -> Grid:
+def leading(shape: Sequence[int], grain: Grain) -> Grid:
     """Return the first dimensions of `shape`, as many as are needed for the rest to be small.
 
-    >>> leading((30, 20, 500)), leading((3, 1 << 20))
+    >>> leading((30, 20, 500), GRAINS[0]), leading((3, 1 << 20), GRAINS[0])
     ((30, 20), (3, 1048576))
     """
     depth = 1
-    while depth < len(shape) and prod(shape[depth:]) > BLOCK * PANEL // 8:
+    while depth < len(shape) and prod(shape[depth:]) > SMALL:
         depth += 1
     return tuple(shape[:depth])
 
@@ -57,39 +70,27 @@ def _in_row(grid: Grid, row: int, first: int, last: int) -> Iterator[Box]:
         yield slice(row, row + 1), *box
 
 
-def row_blocks(rows: int) -> int:
-    return max(1, rows // BLOCK)
+def cells(length: int, step: int) -> int:
+    """Return how many cells of `step` lie side by side in `length`."""
+    return max(1, length // step)
 
 
-def panels(columns: int) -> int:
-    return max(1, columns // PANEL)
+def part_of(side: slice, length: int, step: int) -> slice:
+    """Return the rows or columns of these cells. The last cell includes those left over, because few by themselves would be multiplied by
+    another formula.
 
-
-def rows_of(side: slice, rows: int) -> slice:
-    """Return the rows of these blocks. The last block includes the rows left over, because few rows by themselves would be multiplied
-    by another formula.
-
-    >>> rows_of(slice(1, 2), 150)
+    >>> part_of(slice(1, 2), 150, 64)
     slice(64, 150, None)
     """
-    return _scaled(side, BLOCK, row_blocks(rows), rows)
+    return slice(side.start * step, length if side.stop >= cells(length, step) else side.stop * step)
 
 
-def columns_of(side: slice, columns: int) -> slice:
-    """Return the columns of these panels. The last panel includes the columns left over."""
-    return _scaled(side, PANEL, panels(columns), columns)
-
-
-def _scaled(side: slice, step: int, count: int, most: int) -> slice:
-    return slice(side.start * step, most if side.stop >= count else side.stop * step)
-
-
-GRIDS: dict[Op, Callable[[Sequence[int]], Grid]] = {  # for calls that do not go by rows
-    Op.PRODUCT: lambda shape: (*shape[:-2], panels(shape[-1]), row_blocks(shape[-2])),
-    Op.LEFT: lambda shape: (*shape[:-2], row_blocks(shape[-2]), panels(shape[-1])),
-    Op.GROUPED: lambda shape: (panels(shape[1]), row_blocks(shape[0])),
-    Op.LOOKUP: lambda shape: (shape[0],),
-    Op.NORMS: lambda shape: (shape[0],),
+GRIDS: dict[Op, Callable[[Sequence[int], Grain], Grid]] = {  # for calls that do not go by rows
+    Op.PRODUCT: lambda shape, grain: (*shape[:-2], cells(shape[-1], grain.columns), cells(shape[-2], grain.rows)),
+    Op.LEFT: lambda shape, grain: (*shape[:-2], cells(shape[-2], grain.rows), cells(shape[-1], grain.columns)),
+    Op.GROUPED: lambda shape, grain: (cells(shape[1], grain.columns), cells(shape[0], grain.rows)),
+    Op.LOOKUP: lambda shape, grain: (shape[0],),
+    Op.NORMS: lambda shape, grain: (shape[0],),
     Op.READ: leading,
-    Op.ECHO: lambda shape: (prod(shape),),  # values
+    Op.ECHO: lambda shape, grain: (prod(shape),),  # values
 }

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symbiosis.executor.calls.cut import Box, columns_of, grid_of, rows_of
+from symbiosis.executor.calls.cut import GRAINS, Box, Grain, grid_of, part_of
 from symbiosis.executor.model.store import Store
 from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import norms
@@ -24,7 +24,7 @@ class Ops:
 
     def __init__(self, store: Store, here: Callable[[Tensor], Tensor]) -> None:
         self._store, self._here = store, here
-        self.makes: dict[Op, Callable[[Call, Payload, Tensor, Box], Part]] = {
+        self.makes: dict[Op, Callable[[Call, Payload, Tensor, Box, Grain], Part]] = {
             Op.PRODUCT: self._product,
             Op.LEFT: self._left,
             Op.GROUPED: self._grouped,
@@ -38,32 +38,34 @@ class Ops:
         if call.op is Op.ECHO:
             out.copy_(payload[0], non_blocking=True)
             return
-        self.part(call, payload, out, tuple(slice(0, side) for side in grid_of(call, out.shape, ())))
+        self.part(
+            call, payload, out, tuple(slice(0, side) for side in grid_of(call, out.shape, (), GRAINS[0])), GRAINS[0]
+        )
 
-    def part(self, call: Call, payload: Payload, out: Tensor, box: Box) -> None:
+    def part(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> None:
         """Compute a box of cells into its place. Copies to or from a GPU are not waited for."""
-        index, value = self.makes[call.op](call, payload, out, box)
+        index, value = self.makes[call.op](call, payload, out, box, grain)
         target = out.view(-1) if call.op is Op.ECHO else out
         target[index].copy_(value, non_blocking=True)
 
     def _operand(self, call: Call, *part: Any) -> Tensor:
         return self._store.operand(call.layer, call.op, call.view, call.dtype, part)
 
-    def _product(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+    def _product(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
         *stack, panels, blocks = box
-        columns, rows = columns_of(panels, out.shape[-1]), rows_of(blocks, out.shape[-2])
+        columns, rows = part_of(panels, out.shape[-1], grain.columns), part_of(blocks, out.shape[-2], grain.rows)
         x = self._here(as_multiplied(call, payload[0])[(*stack, rows)])
         v, (bias,) = self._operand(call, *stack, slice(None), columns), self._store.biases_of(call)
         return (*stack, rows, columns), product(x, v, None if bias is None else bias[columns])
 
-    def _left(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+    def _left(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
         *stack, blocks, panels = box
-        rows, columns = rows_of(blocks, out.shape[-2]), columns_of(panels, out.shape[-1])
+        rows, columns = part_of(blocks, out.shape[-2], grain.rows), part_of(panels, out.shape[-1], grain.columns)
         x = self._here(as_multiplied(call, payload[0])[(*stack, slice(None), columns)])
         return (*stack, rows, columns), torch.matmul(self._operand(call, *stack, rows), x)
 
-    def _grouped(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
-        columns, rows = columns_of(box[0], out.shape[1]), rows_of(box[1], out.shape[0])
+    def _grouped(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
+        columns, rows = part_of(box[0], out.shape[1], grain.columns), part_of(box[1], out.shape[0], grain.rows)
         x_TK, ends_G = map(self._here, (payload[0][rows], payload[1]))
         groups = slice(None)
         if len(x_TK) < len(out):  # keep the groups that have any of these rows
@@ -74,17 +76,17 @@ class Ops:
             ends_G = (ends_G[groups] - rows.start).clamp_(0, len(x_TK)).to(torch.int32)
         return (rows, columns), grouped(x_TK, self._operand(call, groups, slice(None), columns), ends_G)
 
-    def _lookup(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+    def _lookup(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
         ids = payload[0][box].clone()  # a client that shares this memory could change them after the check
         check_ids(ids, self._store.manifest[call.layer])
         return box, self._store.matrix(call.layer, call.op, call.view)[self._here(ids)]
 
-    def _norms(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+    def _norms(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
         weight, kind = self._store.weights[call.layer], self._store.manifest[call.layer].kind
         return box, norms(weight, kind, TORCH_DTYPE[call.dtype], box[0])
 
-    def _read(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+    def _read(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
         return box, self._store.matrix(call.layer, call.op, call.view)[box]
 
-    def _echo(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+    def _echo(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
         return box, payload[0].reshape(-1)[box]

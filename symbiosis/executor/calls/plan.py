@@ -6,14 +6,16 @@ from math import prod
 import msgspec
 
 from symbiosis.config import Options
-from symbiosis.executor.calls.cut import Grid, grid_of
+from symbiosis.executor.calls.cut import GRAINS, Grid, grid_of
 from symbiosis.executor.calls.price import price_of
 from symbiosis.executor.calls.validate import check_call, must_be_finite
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.scheduling.queue import Grains
 from symbiosis.protocol import ITEMSIZE, Call, Op, View, width
 from symbiosis.transport.tensors import Shapes
 
-WORTH_CUTTING = 1 << 20  # multiplications; a shorter call keeps nobody waiting
+WORTH_CUTTING = 1 << 17  # multiplications; a shorter call keeps nobody waiting, whatever its dtype
+WHOLE: tuple[Grid, ...] = ((1,),)  # the grids of what is not cut
 
 
 class Key(msgspec.Struct, frozen=True, cache_hash=True):
@@ -42,8 +44,9 @@ class CallPlan(msgspec.Struct, frozen=True):
     moved: int = 0  # bytes of the payload and the reply, as they are sent
     scratch: int = 0  # bytes besides `held` while one of its turns is computed
     turns: int = 1  # least number of turns
-    grid: Grid = (1,)  # the cells that it can be cut into
-    cells: int = 1  # how many those are
+    grids: tuple[Grid, ...] = WHOLE  # the cells that it can be cut into, at each grain
+    grains: Grains = ((GRAINS[0].rows, 1),)  # how few rows a slice may have, and how many cells there are
+    kind: Hashable = None  # calls of the same kind are computed by the same kernels
     finite: bool = False  # whether rows that are not finite are refused
 
 
@@ -51,10 +54,12 @@ def make_plan(call: Call, store: Store, options: Options) -> CallPlan:
     """Return the plan of `call`, or raise `CallError` if the call is wrong whatever its values are."""
     shape = check_call(call, store, options)
     widths = [width(store.manifest[layer]) for layer in call.layers] if call.op is Op.FORWARD else list(shape[1:])
-    grid: Grid = (1,) if store.on_gpu or not prod(shape) else grid_of(call, shape, widths)
-    price = price_of(call, shape, prod(grid), store, options)
+    grids: tuple[Grid, ...] = WHOLE
+    if not store.on_gpu and prod(shape) > 0:
+        grids = tuple(grid_of(call, shape, widths, grain) for grain in GRAINS)
+    price = price_of(call, shape, prod(grids[0]), store, options)
     if price.turns == 1 and price.multiplications < WORTH_CUTTING:
-        grid = (1,)
+        grids = WHOLE
     return CallPlan(
         key=Key(call.layers, call.op, call.dtype, call.bias, call.view, call.seeded),
         rows=max(1, call.rows),
@@ -67,10 +72,18 @@ def make_plan(call: Call, store: Store, options: Options) -> CallPlan:
         moved=call.nbytes + prod(shape) * ITEMSIZE[call.dtype],
         scratch=price.scratch,
         turns=price.turns,
-        grid=grid,
-        cells=prod(grid),
+        grids=grids,
+        grains=tuple((grain.rows, prod(grid)) for grain, grid in zip(GRAINS, grids, strict=False)),
+        kind=kind_of(call, store),
         finite=must_be_finite(call, options),
     )
+
+
+def kind_of(call: Call, store: Store) -> Hashable:
+    """Return what says, besides the shape, how fast a CPU multiplies: the op, the dtype, and whether the matrix lies row by row."""
+    if not call.op.traits.multiplies:
+        return call.op
+    return call.op, call.dtype, store.matrix(call.layer, call.op, call.view).stride(-1) == 1
 
 
 def plan_of_round(key: Hashable, plans: Sequence[CallPlan]) -> CallPlan:

@@ -62,7 +62,7 @@ def _every_weight(call: Call, reply: int, store: Store) -> int:
 def _of_rows(call: Call, reply: int, store: Store) -> int:
     rows = prod(call.shape[:-1])
     products = rows * sum(K * N for *_, K, N in _matrices(call, store))
-    return products * _products_of_bytes(call) + _besides(call, reply, store) + GROUP * call.groups
+    return products * products_of_bytes(call.dtype) + _besides(call, reply, store) + GROUP * call.groups
 
 
 def _of_columns(call: Call, reply: int, store: Store) -> int:
@@ -75,11 +75,11 @@ def _besides(call: Call, reply: int, store: Store) -> int:
     return prod(call.shape) * (1 + call.seeded * ITEMSIZE[call.dtype]) + reply + _converted(call, store)
 
 
-def _products_of_bytes(call: Call) -> int:
+def products_of_bytes(dtype: str) -> int:
     """Return how many products of bytes make a product of integers; 1 for other dtypes."""
-    if call.dtype not in WEIGHT_BITS:
+    if dtype not in WEIGHT_BITS:
         return 1
-    return sum(ITEMSIZE[call.dtype] - place for place in range(WEIGHT_BITS[call.dtype] // 8))
+    return sum(ITEMSIZE[dtype] - place for place in range(WEIGHT_BITS[dtype] // 8))
 
 
 def _converted(call: Call, store: Store) -> int:

@@ -8,9 +8,9 @@ from functools import reduce
 
 from torch import Tensor
 
-from symbiosis.executor.calls.cut import columns_of, panels
+from symbiosis.executor.calls.cut import cells, part_of
 from symbiosis.executor.model.store import Store
-from symbiosis.kernels.integers import modular_product
+from symbiosis.kernels.integers import digits, modular_product, product_of_digits
 from symbiosis.kernels.product import product, sum_of_products
 from symbiosis.protocol import WEIGHT_BITS, Call, Op
 
@@ -49,12 +49,16 @@ class Products:
             raise _unwritten(call)
         return [sum_of_products(list(zip(x, matrices, strict=True)), out[0] if out else None, multiply)]
 
-    def multiply_panels(self, call: Call, x: list[Tensor], outs: list[Tensor], side: slice) -> None:
-        """Compute some columns (`side`) of a call's results, into `outs`."""
+    def prepared(self, call: Call, x: list[Tensor]) -> list[Tensor]:
+        """Return the rows as `multiply_panels` takes them, so that all panels share what is done with the rows alone."""
+        return [digits(part) for part in x] if call.dtype in WEIGHT_BITS else x
+
+    def multiply_panels(self, call: Call, x: list[Tensor], outs: list[Tensor], side: slice, step: int) -> None:
+        """Compute some columns of a call's results (`side`, in cells of `step` columns) from prepared rows, into `outs`."""
         biases = self.store.biases_of(call)
-        multiply: Callable[..., Tensor] = modular_product if call.dtype in WEIGHT_BITS else product
+        multiply: Callable[..., Tensor] = product_of_digits if call.dtype in WEIGHT_BITS else product
         if call.op is Op.DGRAD:
-            columns = columns_of(side, outs[0].shape[1])
+            columns = part_of(side, outs[0].shape[1], step)
             members = list(zip(x, call.layers, strict=True))
             parts = (multiply(dy, self._panel(call, layer, columns), None) for dy, layer in reversed(members))
             outs[0][:, columns] = reduce(Tensor.add_, parts)
@@ -63,10 +67,10 @@ class Products:
             raise _unwritten(call)
         begun = 0
         for layer, out_TN, bias in zip(call.layers, outs, biases, strict=True):
-            count = panels(out_TN.shape[1])
+            count = cells(out_TN.shape[1], step)
             mine = slice(max(side.start - begun, 0), min(side.stop - begun, count))
             if mine.start < mine.stop:
-                columns = columns_of(mine, out_TN.shape[1])
+                columns = part_of(mine, out_TN.shape[1], step)
                 multiply(
                     x[0], self._panel(call, layer, columns), None if bias is None else bias[columns], out_TN[:, columns]
                 )

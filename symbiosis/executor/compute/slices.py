@@ -4,12 +4,13 @@ Shapes: T rows of all sessions, K what goes in, N what comes out.
 """
 
 from collections.abc import Callable
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError
-from symbiosis.executor.calls.cut import boxes
+from symbiosis.executor.calls.cut import GRAINS, boxes
 from symbiosis.executor.calls.ops import Ops
 from symbiosis.executor.calls.validate import check_finite, check_share
 from symbiosis.executor.compute.products import Products
@@ -57,13 +58,17 @@ class Slices:
         work: SingleCall = piece.item.work
         if work.error is not None:
             return
-        self._check_turn(batch, work)
-        for box in boxes(work.plan.grid, batch.first, batch.last):
-            if work.call.by_rows:
-                x, outs = self._inputs(piece), self._outputs(piece)
-                self._products.multiply_panels(work.call, x, outs, box[0])
-            else:
-                self._ops.part(work.call, work.payload, work.out, box)
+        grain = GRAINS[batch.grain]
+        if work.call.by_rows:
+            self._prepare(batch, work)
+            for (side,) in boxes(work.plan.grids[batch.grain], batch.first, batch.last):
+                self._products.multiply_panels(work.call, batch.inputs, self._outputs(piece), side, grain.columns)
+        else:
+            if work.finite:
+                first, last = batch.first / batch.cells, batch.last / batch.cells
+                check_share(work.call, work.payload, first, last, self._store)
+            for box in boxes(work.plan.grids[batch.grain], batch.first, batch.last):
+                self._ops.part(work.call, work.payload, work.out, box, grain)
         if self._on_gpu:
             self._land(batch.slices)
 
@@ -78,15 +83,14 @@ class Slices:
                 except CallError as error:
                     work.error = error
 
-    def _check_turn(self, batch: Batch, work: SingleCall) -> None:
-        """Check rows before a turn. A slice is checked before its first turn. For any other call, each turn checks as large a share of
-        the payload as it computes of the cells."""
-        if not work.finite:
+    def _prepare(self, batch: Batch, work: SingleCall) -> None:
+        """Before the first turn of a slice, check its rows, and prepare them for all its turns."""
+        if batch.first:
             return
-        if not work.call.by_rows:
-            check_share(work.call, work.payload, batch.first / batch.cells, batch.last / batch.cells, self._store)
-        elif not batch.first:
-            self._check(batch.slices)
+        begun = perf_counter()
+        self._check(batch.slices)
+        batch.inputs = self._products.prepared(work.call, self._inputs(batch.slices[0]))
+        batch.prepared_s = perf_counter() - begun
 
     def _rows_alone(self, call: Call, piece: Slice) -> None:
         """Multiply one slice, straight from the session's memory into the session's memory if that is on the device."""

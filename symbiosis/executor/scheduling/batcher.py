@@ -100,7 +100,7 @@ class Batcher:
             rhythm.learn(item.key, item.arrived, self.costs.of_product(item.key))
             self.callers.live[item.session] = rhythm
         rhythm.pending.append(item)
-        item.whole = item.joinable and item.rows < self.rules.join_below
+        item.whole = item.joinable and item.rows < self.rules.join_below and item.kind not in self.costs.slow
         self._queues.put(item)
 
     def next_batch(self, now: float) -> Batch | None:
@@ -129,6 +129,7 @@ class Batcher:
         """Note that a turn of a batch has run and its replies, if any, are sent."""
         ends = batch.ends
         batch.seconds += seconds
+        self.costs.learn_turn(batch, seconds)
         if ends:
             self.costs.learn(batch)
         elif batch.slices[0].item.session in self.callers.sessions:

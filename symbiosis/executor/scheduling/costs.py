@@ -1,20 +1,22 @@
-"""What products cost, in seconds: learned from earlier products, else guessed from the multiplications."""
+"""What products cost, in seconds: learned from earlier products, else from what was measured at the start, else guessed."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 from symbiosis.executor.scheduling.forecast import note, smooth
 from symbiosis.executor.scheduling.queue import Batch, Item
 
 USUAL_S = 4e-10  # for a multiplication, until measured
-UNSEEN_S = 4e-9  # at most, for one of a key that has not been measured
+UNSEEN_S = 1e-8  # at most, for one of which nothing is known
+SLOW_S = 5e-10  # with multiplications that take so long, reading a matrix once for several calls gains nothing
 READING = 8  # reading a matrix takes as long as multiplying so many rows by it
 WORTH_LEARNING = 1 << 20  # multiplications of the smallest product to learn from
+TIMED_S = 2e-4  # a turn that takes so long says what its multiplications cost, however few they are
 ROUND_WORTH = 0.5  # the part of a round's time, its client's own share included, that one round less would save
-SMALLEST_SLICE = 64  # rows; with fewer, each row costs more
+FEW_ROWS = 64  # with fewer, each row costs more
 
 
 class Costs:
-    """The cost, for each key, of a product, of a row among many, and of a multiplication where there are no rows.
+    """The cost, for each key, of a product, and of a row among many; and of a multiplication, for each key and each kind.
 
     >>> costs = Costs()
     >>> costs.learn_product("layer", rows=100, seconds=1e-3), costs.of_row(Item(1, "layer", 8, 0, 0.0))
@@ -24,9 +26,17 @@ class Costs:
     def __init__(self) -> None:
         self._product: dict[Hashable, float] = {}
         self._row: dict[Hashable, float] = {}
-        self._multiplication: dict[Hashable, float] = {}
+        self._of_key: dict[Hashable, float] = {}  # a multiplication, by the size of the product
+        self._of_kind: dict[tuple[Hashable, int], float] = {}
+        self._prepared: dict[Hashable, float] = {}  # a row, before any cell of it is computed
         self._usual = USUAL_S  # a multiplication, of whatever key
+        self.slow: set[Hashable] = set()  # kinds of which joining calls gains nothing
         self.rounds: dict[Hashable, int] = {}  # how many calls an item of the key stands for, if several
+
+    def measured(self, kinds: Mapping[Hashable, float], rows: int) -> None:
+        """Begin with what a multiplication of these kinds was measured to take, in products of so many rows."""
+        for kind, seconds in kinds.items():
+            self._learn_kind(kind, _size(rows), seconds)
 
     def of_product(self, key: Hashable) -> float:
         """Return the cost of a product of this key, 0 if unknown."""
@@ -37,54 +47,91 @@ class Costs:
         return (ROUND_WORTH if key in self.rounds else contention) * self.of_product(key)
 
     def of_row(self, item: Item) -> float:
-        """Return the cost of one row among many, guessed if nothing is known of its key."""
-        return self._row.get(item.key) or self._usual * item.price / item.rows
+        """Return the cost of one row among many, guessed if nothing is known of its key or kind."""
+        return self._row.get(item.key) or self._of_multiplication(item, FEW_ROWS, self._usual) * item.price / item.rows
 
-    def row_at_most(self, item: Item) -> float:
-        """Return the cost of one row among many if that is known of its key, else what it hardly exceeds."""
-        return self._row.get(item.key) or UNSEEN_S * item.price / item.rows
+    def row_at_most(self, item: Item, rows: int) -> float:
+        """Return the cost of one row among so many if that is known, else what it hardly exceeds."""
+        known = self._row.get(item.key) if len(item.grains) == 1 else None
+        return known or self._of_multiplication(item, rows, UNSEEN_S) * item.price / item.rows
 
     def at_most(self, item: Item, rows: int) -> float:
-        """Return how long so many rows of a call will take if that is known of its key, else what they hardly exceed."""
+        """Return how long so many rows of a call will take if that is known, else what they hardly exceed."""
         if item.divisible:
-            return self.row_at_most(item) * (rows + READING)
-        return self._multiplication.get(item.key, UNSEEN_S) * item.price
+            return self.row_at_most(item, rows) * rows
+        return self._of_multiplication(item, FEW_ROWS, UNSEEN_S) * item.price
 
     def of_rows(self, item: Item, rows: int) -> float:
-        """Return how long so many rows of a call will take, guessed if nothing is known of its key."""
+        """Return how long so many rows of a call will take, guessed if nothing is known of its key or kind."""
         if not item.divisible:
-            return self._multiplication.get(item.key, self._usual) * item.price
-        if rows < SMALLEST_SLICE and item.key in self._product:
+            return self._of_multiplication(item, FEW_ROWS, self._usual) * item.price
+        if rows < FEW_ROWS and item.key in self._product:
             return self._product[item.key]
         return self.of_row(item) * (rows + READING)
 
     def of_turn(self, batch: Batch) -> float:
         """Return how long this turn of a batch will take, as far as is known, without the fixed cost of a product of few rows."""
-        key = batch.key
-        whole = self._row.get(key, 0.0) * batch.rows + self._multiplication.get(key, 0.0) * batch.price
-        return whole * (batch.last - batch.first) / batch.cells
+        divisible = batch.slices[0].item.divisible
+        known = self._of_key.get((batch.key, _size(batch.rows if divisible else FEW_ROWS)), 0.0) * batch.price
+        return (known or self._row.get(batch.key, 0.0) * batch.rows) * batch.share
+
+    def of_preparing(self, item: Item) -> float:
+        """Return the cost of what is done with a row before any cell of it is computed, 0 if unknown."""
+        return self._prepared.get(item.key, 0.0)
 
     def learn(self, batch: Batch) -> None:
         """Learn from a batch that has run."""
         by_rows = batch.slices[0].item.divisible
         self.learn_product(batch.key, batch.rows if by_rows else 0, batch.seconds)
-        if (by_rows and batch.rows < SMALLEST_SLICE) or (price := batch.price) < WORTH_LEARNING:
+        if (by_rows and batch.rows < FEW_ROWS) or (price := batch.price) < WORTH_LEARNING:
             return
         self._usual = smooth(self._usual, batch.seconds / price)
-        if not by_rows:
-            self._learn(self._multiplication, batch.key, batch.seconds / price)
+
+    def learn_turn(self, batch: Batch, seconds: float) -> None:
+        """Learn from one turn of a batch, unless it was too short, or a product of few rows at once."""
+        item = batch.slices[0].item
+        if item.kind is None or (item.divisible and batch.rows < FEW_ROWS and not batch.is_cut):
+            return
+        price = batch.price * batch.share
+        if price < WORTH_LEARNING and not (batch.is_cut and price and seconds > TIMED_S):
+            return
+        if batch.prepared_s and not batch.first:
+            seconds -= batch.prepared_s
+            self._learn(self._prepared, batch.key, batch.prepared_s / batch.rows)
+        size = _size(batch.rows if item.divisible else FEW_ROWS)
+        known = self._learn_kind(item.kind, size, seconds / price)
+        note(self._of_key, (item.key, size), smooth(self._of_key.get((item.key, size), known), seconds / price))
 
     def learn_product(self, key: Hashable, rows: int, seconds: float) -> float:
         """Learn from a product of this key. Return what one costs now."""
         if key in self.rounds:
             return self._product.get(key, seconds)
-        if rows >= SMALLEST_SLICE:
+        if rows >= FEW_ROWS:
             self._learn(self._row, key, seconds / rows)
         return self._learn(self._product, key, seconds)
 
     def learn_round(self, key: Hashable, seconds: float) -> None:
         """Learn from a round, timed from its first call to its last while other programs ran."""
         self._learn(self._product, key, seconds)
+
+    def _of_multiplication(self, item: Item, rows: int, unknown: float) -> float:
+        """Return the cost of one multiplication among so many rows: what is known of the call's key, of its kind, or no less than what is known
+        of its kind with other numbers of rows. With more, a multiplication costs less; with fewer, more."""
+        size = _size(rows)
+        if known := self._of_key.get((item.key, size)) or self._of_kind.get((item.kind, size)):
+            return known
+        fewer = (self._of_kind.get((item.kind, other), 0.0) for other in range(size - 1, 0, -1))
+        more = (self._of_kind.get((item.kind, other), 0.0) for other in range(size + 1, _size(FEW_ROWS) + 1))
+        return (
+            next(filter(None, fewer), 0.0) or next(filter(None, more), 0.0) * (rows + READING) / max(1, rows) or unknown
+        )
+
+    def _learn_kind(self, kind: Hashable, size: int, seconds: float) -> float:
+        """Learn what a multiplication of a kind takes. Return what one costs now."""
+        known = self._of_kind[kind, size] = smooth(self._of_kind.get((kind, size)), seconds)
+        if size >= _size(READING):
+            (self.slow.add if known > SLOW_S else self.slow.discard)(kind)
+        return known
 
     def _learn(self, table: dict[Hashable, float], key: Hashable, seconds: float) -> float:
         old = table.get(key)
@@ -93,3 +140,12 @@ class Costs:
             return seconds
         cost = table[key] = smooth(old, seconds)
         return cost
+
+
+def _size(rows: int) -> int:
+    """Return the class of a number of rows, within which a multiplication costs about the same.
+
+    >>> [_size(rows) for rows in (1, 4, 7, 8, 64, 4096)]
+    [1, 3, 3, 4, 7, 7]
+    """
+    return min(rows, FEW_ROWS).bit_length()

@@ -2,22 +2,27 @@
 
 A tenant (without keys: a session) that makes short calls does not wait for another's long call. A long call runs in slices of rows. A
 product that is still too long runs in turns: each computes some of its cells, and takes no longer than the others' own calls, or about
-`SLICE_S`. Between two turns others run.
+`TURN_S`. Between two turns others run. Cells are no finer than that needs: finer ones cost more, and may round differently.
+
+Who is alone is cut, too, but only into turns of `ALONE_S`, so that nobody who comes waits for minutes.
 """
 
 from collections import Counter
 from math import inf
 
 from symbiosis.executor.scheduling.callers import Callers
-from symbiosis.executor.scheduling.costs import SMALLEST_SLICE, Costs
+from symbiosis.executor.scheduling.costs import FEW_ROWS, Costs
 from symbiosis.executor.scheduling.queue import Batch, Item, Queue, Queues, Slice
 from symbiosis.executor.scheduling.ranking import Ranking
 from symbiosis.executor.scheduling.rules import Rules
 from symbiosis.executor.scheduling.tenant_use import TenantUse
 
-SLICE_S = 2e-3  # a product that another tenant waits for takes about so long
+TURN_S = 1e-3  # a turn that another tenant waits for takes about so long
+ALONE_S = 0.25  # one for which nobody is known to wait
+SLICE_S = 2e-3  # on a GPU, where only slices of rows are cut: one that another tenant waits for
 TOGETHER = 8  # most calls of one tenant in a product that another tenant waits for
-LONG = 2.0  # a product is cut if it takes more than so many times what a turn should take
+FEWEST = 8  # rows of a slice, if it can be more
+LONG = 1.5  # a product is cut if it takes more than so many times what a turn should take
 GROWTH = 4  # a turn has at most so many times the cells of the one before, because cells may differ in what they cost
 
 
@@ -47,8 +52,8 @@ class Cutting:
         if len(pieces) > 1:  # joined calls are not cut into turns: each caller waits for the whole product anyway
             return Batch(head.key, self._in_order(pieces), now)
         batch = Batch(head.key, pieces, now)
-        batch.cells = batch.last = head.cells
-        if batch.cells > 1:
+        if head.grains[0][1] > 1:
+            self._set_grain(batch, now)
             self._set_turn(batch, now)
         return batch
 
@@ -73,7 +78,7 @@ class Cutting:
         return pieces
 
     def _beside(self, head: Item, queue: Queue, most: int, most_rows: int) -> list[Slice]:
-        stop = min(head.rows, head.start + most_rows) if head.divisible else head.rows
+        stop = self._stop(head, most_rows) if head.divisible else head.rows
         pieces, rows = [Slice(head, head.start, stop)], stop - head.start
         if len(queue) == 1 or not self._rules.policy.joins or not head.joinable or rows >= self._rules.join_below:
             return pieces
@@ -91,6 +96,16 @@ class Cutting:
                 passed.add(item.session)
         return pieces
 
+    def _stop(self, head: Item, most_rows: int) -> int:
+        """Return where the next slice of a call ends. It leaves no few rows by themselves, for which libraries have other kernels."""
+        stop = min(head.rows, head.start + most_rows)
+        left = head.rows - stop
+        if not 0 < left < FEWEST or most_rows < FEWEST:
+            return stop
+        if head.left <= min(2 * FEWEST, self._rules.max_rows):
+            return head.rows
+        return max(head.start + 1, stop - (FEWEST - left))
+
     def _in_order(self, pieces: list[Slice]) -> list[Slice]:
         """Put the tenants with the fewest calls first: replies take time, too."""
         if not self._callers.are_tenants:
@@ -103,30 +118,61 @@ class Cutting:
     def _most_rows(self, head: Item, queue: Queue) -> int:
         """Return how many rows a slice or a product may have: fewer while tenants call that have no part in it."""
         most = self._rules.max_rows
-        if self._rules.invariant or (queue.rows <= SMALLEST_SLICE if head.divisible else len(queue) == 1):
+        few = queue.rows <= FEW_ROWS and (head.grains[0][1] == 1 or (len(queue) > 1 and not queue.apart))
+        if self._rules.invariant or (few if head.divisible else len(queue) == 1):
             return most
-        row_s = self._costs.row_at_most(head) if head.divisible else self._costs.at_most(head, head.rows) / head.rows
-        if queue.rows * row_s <= SLICE_S:
+        seconds = self._costs.at_most(head, queue.rows if head.divisible else head.rows)
+        if not head.divisible:
+            seconds *= queue.rows / head.rows
+        if seconds <= _bounds(head)[0]:
             return most
         own = {self._callers[item].tenant for item in queue if item.whole or item is head}
-        turn_s = self._turn_s(own, head.arrived)
-        return int(min(most, max(SMALLEST_SLICE if head.divisible else 1, turn_s / max(row_s, 1e-12))))
+        turn_s = self._turn_s(head, own, head.arrived)
+        least, row_s = 1, seconds / queue.rows
+        if head.divisible and seconds > turn_s:
+            least, _ = head.grains[self._grain(head, head.left, turn_s)]
+            row_s = max(self._costs.row_at_most(head, least), 2 * self._costs.of_preparing(head))
+        return int(min(most, max(least, turn_s / max(row_s, 1e-12))))
+
+    def _grain(self, item: Item, rows: int, turn_s: float) -> int:
+        """Return the coarsest grain of which a cell takes about as long as a turn may, or less, for a slice of `rows`."""
+        for grain, (least, cells) in enumerate(item.grains):
+            taken = min(rows, least)
+            cell_s = max(self._costs.at_most(item, taken) / cells, self._costs.of_preparing(item) * taken)
+            if cell_s <= LONG * turn_s:
+                return grain
+        return len(item.grains) - 1
+
+    def _set_grain(self, batch: Batch, now: float) -> None:
+        item, start, stop = batch.slices[0]
+        if not self._rules.invariant:
+            batch.grain = self._grain(item, stop - start, self._turn_s(item, {self._callers[item].tenant}, now))
+        batch.cells = batch.last = item.grains[batch.grain][1]
 
     def _set_turn(self, batch: Batch, now: float) -> None:
         item, start, stop = batch.slices[0]
         left = batch.cells - batch.first
         turns = item.turns * left / batch.cells
-        seconds = batch.seconds / batch.first * left if batch.first else self._costs.at_most(item, stop - start)
-        if not self._rules.invariant and seconds > LONG * SLICE_S:
-            turn_s = self._turn_s({self._callers[item].tenant}, now)
+        if batch.first:
+            seconds = (batch.seconds - batch.prepared_s) / batch.first * left
+        else:
+            seconds = self._costs.at_most(item, stop - start)
+        if not self._rules.invariant and seconds > LONG * TURN_S:
+            turn_s = self._turn_s(item, {self._callers[item].tenant}, now)
             turns = max(turns, seconds / turn_s if seconds > LONG * turn_s else 1.0)
         batch.last = batch.first + max(1, int(left / max(1.0, turns)))
 
-    def _turn_s(self, own: set[TenantUse], since: float) -> float:
-        """Return how long a turn may take: no longer than the shortest recent calls of the other tenants, but at least `SLICE_S`."""
-        turn_s = inf
+    def _turn_s(self, item: Item, own: set[TenantUse], since: float) -> float:
+        """Return how long a turn may take: no longer than the shortest recent calls of the other tenants, within bounds."""
+        least_s, turn_s = _bounds(item)
         for tenant in self._callers.others(own, since):
             turn_s = min(turn_s, tenant.brief)
-            if turn_s <= SLICE_S:
-                return SLICE_S
+            if turn_s <= least_s:
+                return least_s
         return turn_s
+
+
+def _bounds(item: Item) -> tuple[float, float]:
+    """Return how short a turn of a call need be, and how long it may be. On a GPU, kernels differ by the number of rows: who is alone there is not
+    cut."""
+    return (TURN_S, ALONE_S) if len(item.grains) > 1 else (SLICE_S, inf)

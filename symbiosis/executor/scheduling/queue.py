@@ -1,9 +1,13 @@
 """Waiting calls, by key, and calls that run as one product: plain data, no torch."""
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+# How a call can be cut, from coarse to fine: how few rows a slice may have, and the cells of a slice's product (of a call that is not divided
+# by rows: of its whole product).
+Grains = Sequence[tuple[int, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +26,8 @@ class Item:
     start: int = 0  # rows taken by earlier slices
     ran: int = 0  # rows with a result
     price: int = 0  # multiplications
-    cells: int = 1  # cells that its product can be cut into
+    grains: Grains = ((64, 1),)
+    kind: Hashable = None  # calls of one kind cost about the same for each multiplication
     turns: int = 1  # least number of turns that its product takes
     whole: bool = True  # neither cut yet nor too large to be joined as it is; the queue counts those that are not
 
@@ -109,6 +114,9 @@ class Batch:
     first: int = 0
     last: int = 1
     seconds: float = 0.0  # taken by earlier turns
+    grain: int = 0  # of the item's, by which it is cut
+    inputs: Any = None  # rows that who computes has prepared for all turns
+    prepared_s: float = 0.0  # what that took, of the first turn
     rows: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +131,11 @@ class Batch:
         for item, start, stop in self.slices:
             price += item.price * (stop - start) / item.rows
         return price
+
+    @property
+    def share(self) -> float:
+        """The part of its cells that this turn computes."""
+        return (self.last - self.first) / self.cells
 
     @property
     def is_cut(self) -> bool:
