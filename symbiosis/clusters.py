@@ -33,12 +33,13 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0  # of servers: by which placement knows it
     url: str = ""
     pages: str = ""  # where it has /metrics and /health
-    state: Annotated[str, msgspec.Meta(pattern="^(starting|ready|draining|lost)$")] = "starting"
+    state: Annotated[str, msgspec.Meta(pattern="^(starting|ready|draining|lost|other-base)$")] = "starting"
     pid: int = 0
     batch: int = 0  # of a server: most sequences of a step
     share: int = 0  # ... of one tenant while others wait; 0: no such limit
     most: int = 0  # ... under way; 0: it is not known
     clients: int = 0  # of an executor: that are joined
+    fingerprint: str = ""  # of the base that it serves, as itself says
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +172,7 @@ def executors_at(url: str) -> tuple[str, ...]:
     if len(having) > 1:
         raise ConfigError(f"{url}: several clusters serve it: write {SCHEME}{next(iter(having))}/{model}, for example")
     for name, members in having.items():
-        if placed := [each for each in members if each.url]:
+        if placed := [each for each in members if each.url and each.state != "other-base"]:
             return tuple(each.url for each in sorted(placed, key=_last))
         raise ExecutorUnavailable(
             f"{url}: the cluster is still starting its executors: symbiosis cluster status {name}"

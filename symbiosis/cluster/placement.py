@@ -35,6 +35,7 @@ class State(StrEnum):
     READY = "ready"
     DRAINING = "draining"  # it is to end: its requests go elsewhere
     LOST = "lost"
+    OTHER_BASE = "other-base"  # it finishes what it has: its model has another base now, or will have
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):

@@ -272,6 +272,10 @@ class Server:
         return max(0.0, monotonic() - self._next_tick + self._tick_s)
 
     @property
+    def fingerprint(self) -> str:
+        return self.store.fingerprint
+
+    @property
     def clients(self) -> int:
         """How many are joined, those aside that only look. Callable from any thread."""
         return sum(not session.observer for session in list(self.sessions.values()))

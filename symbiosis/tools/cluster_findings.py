@@ -9,6 +9,7 @@ from symbiosis.cgroups import usable_cores
 from symbiosis.cluster.plan import Plan, load
 from symbiosis.clusters import Told, running
 from symbiosis.errors import ConfigError
+from symbiosis.tools.cluster.bases import WHAT_TO_DO
 from symbiosis.tools.cluster.preflight import (
     bundle_of,
     check,
@@ -80,6 +81,8 @@ def _running(of: Told) -> Finding:
     due = [each for each in of.members if each.state != "draining"]
     late = [f"{each.name} is {each.state}" for each in due if each.state != "ready"]
     text = f"{of.name} runs at {of.url}/v1: {len(due) - len(late)} of {len(due)} processes are ready"
+    if others := [each for each in due if each.state == "other-base"]:
+        return "FAIL", f"{text}; {', '.join(late)}", f"{others[0].name}: {WHAT_TO_DO.format(others[0].model)}"
     if late:
         return "warn", f"{text}; {', '.join(late)}", "The log of `symbiosis cluster up` says why"
     return "ok", text, ""

@@ -99,6 +99,7 @@ FIRING = {
         'symbiosis_cluster_member_ready{kind="server",model="m",member="a"}': ("0x60",) * 2,
         'symbiosis_cluster_member_ready{kind="server",model="m",member="b"}': ("1x50 0x9", "1x60"),
     },
+    "SymbiosisOtherBase": {'symbiosis_cluster_other_base{model="m",member="a"}': ("1x60", "1x4 0x4 1x4 0x47")},
     "SymbiosisMemberNotReady": {'symbiosis_cluster_member_ready{kind="executor",member="a"}': ("0x60", "0x9 1 0x9 1 0x9 1x30")},
     "SymbiosisRequestsFail": {
         'symbiosis_serve_http_requests_total{path="/v1/completions",status="200"}': ("0+60x60",) * 2,

@@ -119,8 +119,11 @@ def test_a_server_starts_when_its_own_executor_is_ready(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         cluster = Cluster(plan, listener, Short(plan, tmp_path))
     cluster.add("demo")
-    cluster.members["demo-executor-1"].start()
-    eventually(cluster.members["demo-executor-1"].ready.is_set)
+    first = cluster.members["demo-executor-1"]
+    first.start()
+    eventually(first.ready.is_set)
+    first.health["fingerprint"] = "a base"
+    cluster.bases.look(cluster.members.values())
     may = {name: cluster._may_start(cluster.members[name], time.monotonic()) for name in ("demo-server-1", "demo-server-2")}  # fmt: skip
     assert may == {"demo-server-1": False, "demo-server-2": True}
     cluster.members["demo-server-1"]._place("")  # as its start does

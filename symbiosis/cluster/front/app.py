@@ -342,8 +342,14 @@ class _Collected:
         members = GaugeMetricFamily(
             PREFIX + "member_ready", "1 if a process works that is to.", labels=["kind", "model", "member"]
         )
+        others = GaugeMetricFamily(
+            PREFIX + "other_base",
+            "1 if a process serves another base than its model has.",
+            labels=["kind", "model", "member"],
+        )
         for member in view.told.members:
             members.add_metric([member.kind, member.model, member.name], member.state == State.READY)
+            others.add_metric([member.kind, member.model, member.name], member.state == State.OTHER_BASE)
         waiting = GaugeMetricFamily(PREFIX + "waiting", "Sequences that wait for a server.", labels=["model"])
         for model, count in view.waiting.items():
             waiting.add_metric([model], count)
@@ -353,7 +359,7 @@ class _Collected:
         of = {"completions": self._front.completions, "tokens": self._front.tokens}
         told = [_by_tenant(name, counts) for name, counts in of.items()]
         told += observed(PREFIX, self._front.observer)
-        return [load, ready, members, waiting, moved, *told, *process_figures()]
+        return [load, ready, members, others, waiting, moved, *told, *process_figures()]
 
 
 def _by_tenant(name: str, counts: Counter[tuple[str, str]]) -> Metric:

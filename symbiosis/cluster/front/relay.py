@@ -22,6 +22,7 @@ from symbiosis.cluster.front.view import Flight, View
 from symbiosis.cluster.front.whole import Whole
 from symbiosis.cluster.placement import Wish
 from symbiosis.serving.http.failures import REASONS, ApiError, unknown_model
+from symbiosis.serving.http.front import OTHER_BASE
 from symbiosis.serving.http.incoming.bodies import until_hung_up
 from symbiosis.serving.http.incoming.sharing import Held
 from symbiosis.serving.http.outlet import Outlet, outlet_to
@@ -154,6 +155,10 @@ class Relay:
     async def _at(self, number: int, outlet: Outlet) -> None:
         """Have one server answer, or what is left to answer."""
         self._flight.why = "lost"  # if nobody says otherwise
+        base, told = self._view.base(number), self._progress.told
+        if self._progress.count and base != told.base:
+            return await self._fail(ApiError(503, OTHER_BASE, retry_s=1.0), outlet)
+        told.base = base
         body = self._asked.body(**self._more, **({"continuation": self._progress.told} if self._goes_on else {}))
         try:
             headers = {"Content-Type": "application/json", **self._headers}

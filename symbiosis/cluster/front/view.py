@@ -143,6 +143,10 @@ class View:
             raise Lost("the server is gone")
         return seen.member.url
 
+    def base(self, number: int) -> str:
+        """Return the fingerprint of the base that a server has; nothing if it is gone."""
+        return seen.member.fingerprint if (seen := self.seen.get(number)) is not None else ""
+
     @property
     def waiting(self) -> Counter[str]:
         """By model, how many sequences wait for a server; of no model, those whose model is not known yet."""

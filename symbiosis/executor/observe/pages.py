@@ -42,6 +42,9 @@ class PageSource(Protocol):
     def health(self, stalled_s: float) -> str: ...
 
     @property
+    def fingerprint(self) -> str: ...
+
+    @property
     def turned_s(self) -> float: ...
 
     @property
@@ -155,11 +158,12 @@ class Pages:
 
     def health(self) -> PageAnswer:
         """Answer 200 if calls are answered, else 503, with the status (`starting`, `ready`, `draining` or `stalled`), the seconds since the
-        loop last ran, and how many clients are joined."""
+        loop last ran, how many clients are joined, and the fingerprint of the model."""
         status = "starting" if self.server is None else self.server.health(STALLED_S)
         told: dict[str, object] = {"status": status}
         if self.server is not None and status != "starting":
             told |= {"turned_s": round(self.server.turned_s, 1), "clients": self.server.clients}
+            told["fingerprint"] = self.server.fingerprint
         body = json.dumps(told).encode() + b"\n"
         return PageAnswer(200 if status == "ready" else 503, body, (("Content-Type", "application/json"),))
 

@@ -24,3 +24,4 @@ class Ready(msgspec.Struct, frozen=True):
     nbytes: int
     port: int | None = None
     part: int | None = None
+    fingerprint: str = ""  # of the whole model

@@ -58,7 +58,7 @@ def main() -> None:
 def tell_service(said: BinaryIO, order: Order, store: Store, port: int | None) -> None:
     """Tell the service that clients can join this rank."""
     part = store.striped[order.rank].fileno() if store.striped else None
-    told = Ready(len(store.served()), store.nbytes, port, part)
+    told = Ready(len(store.served()), store.nbytes, port, part, store.fingerprint)
     said.write(msgspec.json.encode(told) + b"\n")
     said.flush()
 

@@ -81,7 +81,7 @@ class Rank:
 class Service:
     """The ranks of one model. `run` may be called once; the pages ask for `health` from their own thread."""
 
-    turned_s, clients = 0.0, 0
+    turned_s, clients, fingerprint = 0.0, 0, ""
 
     def __init__(self, model: str, options: Options, file: str) -> None:
         self._model, self._options = model, options
@@ -164,6 +164,7 @@ class Service:
             self._ended(rank, status)
             return
         rank.ready = ready = msgspec.json.decode(line, type=Ready)
+        self.fingerprint = ready.fingerprint
         self._starts[rank.number] = 0
         log(logging.INFO, "rank ready", rank=rank.number, pid=rank.pid, layers=ready.layers, mib=ready.nbytes >> 20)
         if ready.port is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from symbiosis.client.from_executor import built
-from symbiosis.client.weights.remote_weight import RemoteWeight
+from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.errors import ConfigError
 from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.adapters.files import MOST_TENSOR_BYTES
@@ -251,6 +251,11 @@ class Engine:
             adapter_evictions=self._residency.evictions,
             finished=dict(self._loop.finished),
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the base, as its executor told when this engine joined it; nothing for a model that was handed over."""
+        return next(remote_weights(self._own_model)).handle.session.fingerprint or "" if self._own_model else ""
 
     @property
     def is_alive(self) -> bool:

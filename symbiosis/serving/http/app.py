@@ -218,6 +218,7 @@ async def health(front: Front, request: Request) -> ASGIApp:
         "requests": remote.under_way,
         "step_s": round(remote.step_s, 3),
         "build": build(),
+        "fingerprint": remote.welcome.fingerprint,
     }
     if remote.tokens:
         told |= {"room": remote.room, "tokens": remote.tokens, "longest": remote.welcome.longest}

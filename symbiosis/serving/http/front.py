@@ -35,6 +35,9 @@ MOST_PROMPT_LOGPROBS = 1 << 22  # log probabilities of prompts that answers unde
 MOST_LOGPROBS = 1 << 21  # of tokens that wait for the readers of answers: each takes 100 bytes
 
 
+OTHER_BASE = "the model has another base by now than the one that began this answer: ask again"
+
+
 class Front(Keyed):
     """One engine, as clients see it."""
 
@@ -108,6 +111,8 @@ class Front(Keyed):
         if completions > self.options.max_requests:
             raise wrong(f"at most {self.options.max_requests} completions, and this would be {completions}", "n")
         if body.continuation is not None:
+            if body.continuation.base not in ("", self.remote.welcome.fingerprint):
+                raise ApiError(409, OTHER_BASE, "continuation")
             _check_continuation(body.continuation, completions, self.remote.welcome.longest)
         self.check_room(tenant, prompts, completions)
         most = min(tokens, self.remote.welcome.most_tokens)

@@ -58,6 +58,7 @@ class Continuation(msgspec.Struct, forbid_unknown_fields=True):
     tokens: list[list[int]] = []  # of each choice, those that its events have told
     ended: list[int] = []  # choices
     opened: int = 0  # events that have told no tokens: those with which a chat begins
+    base: str = ""  # the fingerprint of the model that made the tokens
 
     def chosen(self, prompt: int, completions: int) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of a prompt's completions."""

@@ -14,6 +14,7 @@ from symbiosis.cluster.placement import State
 from symbiosis.cluster.plan import check_shares
 from symbiosis.clusters import folder_of, told_by
 from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.tools.cluster.bases import WHAT_TO_DO
 from symbiosis.tools.cluster.exchange import apply
 from symbiosis.tools.cluster.up import Cluster
 
@@ -22,6 +23,7 @@ logger = logging.getLogger("symbiosis")
 ORDER_S = 3600.0  # the longest wait for an order to be done
 READY_S = 600.0  # ... for one process to be ready again
 TAKEN_S = 10.0  # ... until the cluster says that it has an order: it does so before it does anything
+IDLE_S = 2.0  # without requests, before a server has finished: its last page may be from before
 KINDS = ("executor", "server", "front")  # in this order they are replaced
 
 
@@ -91,7 +93,8 @@ class Control:
 
     def _roll(self, name: str, say: Callable[[str], None]) -> str:
         """Replace all processes, or those of one model, or one, one after the other."""
-        with self._alone():
+        whole = [model for model in self._cluster.plan.models if name in ("", model)]
+        with self._alone(), self._cluster.bases.rolled(whole):
             names = [
                 process.name
                 for kind in KINDS
@@ -107,15 +110,41 @@ class Control:
                 raise ConfigError(f"no model or process {name!r:.80} runs: name one of {known}")
             for number, each in enumerate(names, 1):
                 begun = time.monotonic()
+                self._finish(each)
                 before = self._cluster.members[each].pid
                 self._cluster.order(lambda each=each: self._cluster.drain(each, "it is replaced", comes_back=True))  # type: ignore[misc]
                 self._await(each, lambda each=each, before=before: self._is_new(each, before))  # type: ignore[misc]
                 say(f"{number} of {len(names)}: {each} is replaced, after {time.monotonic() - begun:.0f} s")
             return "1 process was replaced" if len(names) == 1 else f"{len(names)} processes were replaced"
 
+    def _finish(self, name: str) -> None:
+        """Before a server gets another base, let it finish what it has, because no server of that base could go on with it."""
+        process = self._cluster.members[name]
+        needs, model = process.needs, process.member.model
+        if needs is not None and needs.state is State.OTHER_BASE and not self._cluster.bases.may_change(model):
+            raise ConfigError(f"{needs.name} serves another base: {WHAT_TO_DO.format(model)}")
+        if process.member.kind != "server" or not self._cluster.bases.changes(model, self._cluster.of_model(model)):
+            return
+        process.takes_new, had = False, time.monotonic()
+
+        def is_idle() -> bool:
+            nonlocal had
+            had = time.monotonic() if process.requests else had
+            return not process.is_running or time.monotonic() - had > IDLE_S
+
+        try:
+            self._await(name, is_idle)
+        except SymbiosisError:
+            process.takes_new = True
+            raise
+
     def _is_new(self, name: str, before: int) -> bool:
         process = self._cluster.members[name]
-        return process.pid != before and process.state is State.READY
+        if process.pid == before or process.state is not State.OTHER_BASE:
+            return process.pid != before and process.state is State.READY
+        if self._cluster.bases.may_change(process.member.model):
+            return True
+        raise SymbiosisError(f"{name} serves another base now: {WHAT_TO_DO.format(process.member.model)}")
 
     def _shift(self, name: str, shares: dict[str, float], is_new: bool) -> str:
         """Divide the requests for a name among models in another way, from the next one on."""

@@ -127,6 +127,7 @@ class Process(Watched):
             url = line.split(" at ")[1].split()[0].rstrip(",").removesuffix("/v1")
             self.member = replace(self.member, url=url, pages=url)
         self.starts = 0
+        self.health = self._works() or self.health  # before it gets requests: which base it serves
         ready.set()
         logger.info("%s is ready (pid %d)", self.name, self.pid)
 

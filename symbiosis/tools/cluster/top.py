@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from symbiosis.cluster.placement import State
 from symbiosis.clusters import Member, Told, told_by
 from symbiosis.text import shown
+from symbiosis.tools.cluster.bases import WHAT_TO_DO
 from symbiosis.tools.cluster.process import ANSWER_S, asked
 
 GENERATED = re.compile(r"^symbiosis_serve_generation_tokens_total (\S+)$", re.MULTILINE)
@@ -64,6 +66,9 @@ def table(found: Found, before: Found | None = None) -> Table:
         view.add_column(name, justify="left" if name in ("name", "at") else "right", overflow="fold")
     for member in found.told.members:
         view.add_row(*(shown(cell, 120) for cell in _row(member, found, before)))
+    others = [each for each in found.told.members if each.state == State.OTHER_BASE]
+    view.caption = "\n".join(f"{each.name}: {WHAT_TO_DO.format(each.model)}" for each in others) or None
+    view.caption_justify = "left"
     return view
 
 

@@ -24,7 +24,8 @@ from symbiosis.procs import when_told_to_end
 from symbiosis.security.ownership import make_folder
 from symbiosis.tools.cluster import start
 from symbiosis.tools.cluster.backend import Backend
-from symbiosis.tools.cluster.preflight import server_options
+from symbiosis.tools.cluster.bases import Bases
+from symbiosis.tools.cluster.preflight import executor_options, server_options
 from symbiosis.tools.cluster.process import MOST_STARTS
 from symbiosis.tools.cluster.watched import Watched
 from symbiosis.tools.serve.preflight import folder_of as adapters_folder
@@ -58,6 +59,7 @@ class Cluster:
         self._is_up = False
         self._is_untold = False  # what has changed last
         self._adapters: dict[str, str] = {}
+        self.bases = Bases()
 
     @property
     def url(self) -> str:
@@ -193,6 +195,9 @@ class Cluster:
             self._orders.pop(0)()
         for process in self.members.values():
             self._look_at(process)
+        self.bases.look(self.members.values())
+        for process in self.members.values():
+            self._look_at_base(process)
         self._leaving = [each for each in self._leaving if each.is_running]
         self._tell()
         if not self._is_up and self.are_ready(self.plan.models):
@@ -232,6 +237,22 @@ class Cluster:
             logger.error("%s has said nothing for %.0f s and is killed", process.name, process.silent_s)
             process.kill()
 
+    def _look_at_base(self, server: Watched) -> None:
+        """Replace a server that cannot go on: its executor has been started again with another base, and it has mapped no weights."""
+        executor, model = server.needs, server.member.model
+        if (
+            executor is None
+            or model not in self.plan.models
+            or server.draining_since is not None
+            or not server.is_running
+        ):
+            return
+        differs = executor.fingerprint and server.fingerprint not in ("", executor.fingerprint)
+        if differs and not executor_options(self.plan.models[model], model, listen=("local:///x",)).shares_weights:
+            self.drain(
+                server.name, f"{executor.name} serves another base than it does by now", comes_back=server.comes_back
+            )
+
     def _may_start(self, process: Watched, now: float) -> bool:
         """Whether all that it needs is there, and it has not just failed."""
         if process.was_started and process.draining_since is None and process.name not in self._again:
@@ -241,9 +262,13 @@ class Cluster:
             self._again[process.name] = now + AGAIN_S * failed
             if failed and process.starts >= MOST_STARTS and not self._is_up:
                 raise SymbiosisError(f"{process.name} could not start, as it says above")
-        if process.needs is not None and process.needs.state is not State.READY:
+        if process.needs is not None and not self._may_be_used(process.needs):
             return False
         return now >= self._again.get(process.name, 0.0)
+
+    def _may_be_used(self, executor: Watched) -> bool:
+        may_change = self.bases.may_change(executor.member.model)
+        return executor.state is State.READY or (executor.state is State.OTHER_BASE and may_change)
 
     def _start(self, process: Watched) -> None:
         self._again.pop(process.name, None)
@@ -264,7 +289,8 @@ class Cluster:
         for process, state in seen:
             if state is not None:
                 clients, pid = int(str(process.health.get("clients", 0))), process.pid if process.is_running else 0
-                members.append(replace(process.member, state=state.value, pid=pid, clients=clients))
+                base = process.fingerprint
+                members.append(replace(process.member, state=state.value, pid=pid, clients=clients, fingerprint=base))
         told = Told(
             name=self.plan.name, url=self.url, members=tuple(members), adapters=dict(self._adapters), aliases=self.aliases,
             retiring=self.retiring,
@@ -327,7 +353,8 @@ class Cluster:
         has_servers = any(each.is_running for each in processes if each.member.kind == "server")
         for process in processes:
             clients = int(str(process.health.get("clients", 0)))
-            if process.state is not State.READY or process.requests or clients or self._waiting(model):
+            is_ready = process.state in (State.READY, State.OTHER_BASE)
+            if not is_ready or process.requests or clients or self._waiting(model):
                 self._worked[process.name] = now
             is_idle = now - self._worked.get(process.name, now) >= max(QUIET_S, self.plan.idle_s)
             is_last = process.member.kind == "server" or not has_servers

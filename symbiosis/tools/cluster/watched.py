@@ -21,6 +21,8 @@ class Watched(ABC):
         self.needs: Watched | None = None  # what has to be ready before it starts
         self.draining_since: float | None = None
         self.comes_back, self._is_told = True, False  # when it ends; that it is to end
+        self.base = ""  # the fingerprint that its model has
+        self.takes_new = True  # requests
 
     @property
     def name(self) -> str:
@@ -33,9 +35,21 @@ class Watched(ABC):
             return None
         if self.draining_since is not None:
             return State.DRAINING
-        if not self.ready.is_set():
+        if not self.ready.is_set() or not self._is_known:
             return State.STARTING
-        return State.LOST if self.silent_s > LOST_S else State.READY
+        if self.silent_s > LOST_S:
+            return State.LOST
+        return State.READY if self.takes_new and self.fingerprint == self.base else State.OTHER_BASE
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the base that it serves, as it says; nothing while it has not."""
+        return str(self.health.get("fingerprint", ""))
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether it can be told which base it has. A front end has none."""
+        return self.member.kind == "front" or bool(self.fingerprint and self.base)
 
     @property
     def to_come(self) -> State | None:
@@ -50,7 +64,7 @@ class Watched(ABC):
     def start(self) -> None:
         """Start it, and return before it is ready."""
         self.ready, self.silent_s, self.health = threading.Event(), 0.0, {}
-        self.draining_since, self.comes_back, self._is_told = None, True, False
+        self.draining_since, self.comes_back, self._is_told, self.takes_new = None, True, False, True
         self.starts, self.was_started = self.starts + 1, True
         self._start()
 

@@ -157,7 +157,7 @@ class ServeProcesses:
         assert self._ours is not None
         welcome = Welcome(
             model=model_name(self._options), longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
-            ends=tuple(engine.ends), secret=procs.heard, build=build(),
+            ends=tuple(engine.ends), fingerprint=engine.fingerprint, secret=procs.heard, build=build(),
         )  # fmt: skip
         self._link = Link(engine, self._ours, welcome, load=Path)
 

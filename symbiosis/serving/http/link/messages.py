@@ -79,6 +79,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     most_tokens: int  # of them, those for which there is memory
     vocabulary: int
     ends: tuple[int, ...] = ()  # tokens that end answers
+    fingerprint: str = ""  # of the base
     secret: str = ""  # of the cluster, whose front ends alone may ask
     build: str = ""
 
