@@ -51,7 +51,7 @@ def progress(text: str) -> None:
 
 
 @contextmanager
-def executor(model: Path, threads: int, *options: str) -> Iterator[processes.Child]:
+def executor(model: Path, threads: int, *options: str) -> Iterator[processes.Participant]:
     """The daemon, in a process of its own, with `threads` threads; ready when this yields, gone when it ends."""
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -4,17 +4,19 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 from symbiosis.errors import SymbiosisError
+from symbiosis.procs import Child
 
-EXECUTOR = "from symbiosis.cli import executor_main; executor_main()"
+EXECUTOR = "from symbiosis.procs import follow_parent; follow_parent(); from symbiosis.cli import executor_main; executor_main()"
+START = b"start\n"
 START_S, STOP_S = 180.0, 10.0  # the longest waits for a process to start and to end
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # nothing is fetched from anywhere
 
@@ -23,26 +25,21 @@ class ProcessError(SymbiosisError):
     """A process failed, or took too long."""
 
 
-class Child:
+class Participant(Child):
     """A process whose lines on stdout are read as they come. `state` holds the newest value of every field it sent."""
 
     def __init__(self, name: str, arguments: list[str], folder: Path, threads: int = 1) -> None:
         self.name, self.state, self.lines = name, dict[str, Any](), list[str]()
+        self._is_begun = False
         self._errors = folder / f"{name}.stderr"
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
         with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
-                start_new_session=True,  # ctrl-C is for us: we end them
-            )  # fmt: skip
-        self.pid = self._process.pid
+            super().__init__(arguments, environment=environment, stdout=PIPE, stderr=errors)
         self._reader = threading.Thread(target=self._read, name=f"{name}-reader", daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
+        for line in map(bytes.decode, self.stdout):
             if line.startswith("{"):
                 self.state.update(json.loads(line))
             else:
@@ -65,12 +62,13 @@ class Child:
 
     def start(self) -> None:
         """Let a client begin; once more does no harm."""
-        assert self._process.stdin
-        self._process.stdin.close()
+        if not self._is_begun:
+            self._is_begun = True
+            self.say(START)
 
     def still_runs(self) -> bool:
         """Whether it still runs; `ProcessError` with what it wrote to stderr if it failed."""
-        status = self._process.poll()
+        status = self.status
         if status is None:
             return True
         self._reader.join(STOP_S)
@@ -81,17 +79,11 @@ class Child:
 
     def close(self) -> None:
         """End it, gently at first."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.signal(signal.SIGTERM)
+        if not self.wait(STOP_S):
+            self.kill()
         self._reader.join(STOP_S)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe
-            pipe.close()
+        self.stdout.close()
 
 
 def exit_at_sigterm() -> None:
@@ -120,12 +112,12 @@ def whole() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def executor(folder: Path, *arguments: str, threads: int = 1) -> Iterator[Child]:
+def executor(folder: Path, *arguments: str, threads: int = 1) -> Iterator[Participant]:
     """Run `symbiosis-executor ARGUMENT ...`, and yield it when it can be joined. Its log goes to `folder`."""
     child = None
     try:
         with whole():
-            child = Child("executor", ["-c", EXECUTOR, *arguments], folder, threads)
+            child = Participant("executor", ["-c", EXECUTOR, *arguments], folder, threads)
         deadline = time.monotonic() + START_S
         while not child.lines:
             if not child.still_runs():
@@ -141,13 +133,13 @@ def executor(folder: Path, *arguments: str, threads: int = 1) -> Iterator[Child]
 
 
 @contextlib.contextmanager
-def clients(arguments: dict[str, list[str]], folder: Path) -> Iterator[list[Child]]:
+def clients(arguments: dict[str, list[str]], folder: Path) -> Iterator[list[Participant]]:
     """Start clients, by name, all at the same time."""
-    started: list[Child] = []
+    started: list[Participant] = []
     try:
         for name, words in arguments.items():
             with whole():
-                started.append(Child(name, words, folder))
+                started.append(Participant(name, words, folder))
         yield started
     finally:
         with whole():

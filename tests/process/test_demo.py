@@ -19,7 +19,7 @@ from symbiosis.executor.model.load import DEMO_MODEL, load_model
 from symbiosis.tools.demo.compare import Comparison, Result, compute, hold_against, same_bits
 from symbiosis.tools.demo.run import DemoResults, report
 from symbiosis.tools.demo.tasks import BATCH, HELD_OUT, LENGTH, TASKS, examples
-from symbiosis.tools.processes import Child, ProcessError, clients, executor, exit_at_sigterm
+from symbiosis.tools.processes import Participant, ProcessError, clients, executor, exit_at_sigterm
 from symbiosis.tools.top import snapshot
 from tests.processes import Process, Program, killed_at_the_end, run, until
 
@@ -139,9 +139,30 @@ def test_sigterm_during_an_ordinary_end_leaves_nothing(tmp_path: Path, processes
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
+def test_what_it_has_started_ends_when_it_is_killed(tmp_path: Path, processes: list) -> None:
+    """A client that waits for its start, and an executor."""
+    processes.append(Process(runs_until_it_is_killed, tmp_path))
+    until((tmp_path / "pids").exists, "that all run")
+    pids = list(map(int, (tmp_path / "pids").read_text().split()))
+    processes[0].signal(signal.SIGKILL)
+    until(lambda: not any(map(psutil.pid_exists, pids)), "that they end")
+
+
+def runs_until_it_is_killed(folder: Path) -> None:
+    waiting = "from symbiosis.tools.demo.events import EventOutput; EventOutput().wait_for_start()"
+    with (
+        executor(folder, "demo", "--listen", f"local://{folder}/x") as daemon,
+        clients({"waiting": ["-c", waiting]}, folder) as (child,),
+    ):
+        until(lambda: child.ready, "a client")
+        (folder / "new").write_text(f"{daemon.pid} {child.pid}")
+        (folder / "new").rename(folder / "pids")
+        time.sleep(600)
+
+
 def test_a_child_waits_for_its_start(tmp_path: Path) -> None:
     waiting = "from symbiosis.tools.demo.events import EventOutput; e = EventOutput(); e.wait_for_start(step=1); print('x'); e.send(step=2)"
-    child = Child("waiting", ["-c", waiting], tmp_path)
+    child = Participant("waiting", ["-c", waiting], tmp_path)
     try:
         while child.still_runs() and not child.ready:
             time.sleep(0.01)

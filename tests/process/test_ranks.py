@@ -21,11 +21,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import symbiosis
 from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.executor.ranks.board import Ranks, launched_store
-from symbiosis.tools.processes import EXECUTOR
 from tests.conftest import tiny_llama
 from tests.processes import Executor, killed_at_the_end, until
 from tests.ranks import free_port
 
+EXECUTOR = "from symbiosis.cli import executor_main; executor_main()"
 IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
 STEPS = 6
 

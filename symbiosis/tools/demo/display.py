@@ -11,14 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from symbiosis.executor.observe.snapshot import Snapshot
-from symbiosis.tools.processes import Child
+from symbiosis.tools.processes import Participant
 from symbiosis.tools.top import size_of
 
 PLAIN_EVERY_S = 5.0
 
 
 class Display(Protocol):
-    def show(self, children: list[Child], executor: Snapshot) -> None: ...
+    def show(self, children: list[Participant], executor: Snapshot) -> None: ...
 
 
 @contextmanager
@@ -45,7 +45,7 @@ class BarView:
         }
         self._executor, self._text = Text(), Text()
 
-    def show(self, children: list[Child], executor: Snapshot) -> None:
+    def show(self, children: list[Participant], executor: Snapshot) -> None:
         for child in children:
             done = child.state.get("done", 0)
             self._progress.update(self._bars[child.name], completed=done, figures=figures_of(child) or "starts")
@@ -64,7 +64,7 @@ class PlainView:
         self._console, self._goals = console, goals
         self._begun = self._next = time.monotonic()
 
-    def show(self, children: list[Child], executor: Snapshot) -> None:
+    def show(self, children: list[Participant], executor: Snapshot) -> None:
         now = time.monotonic()
         if now < self._next:
             return
@@ -74,7 +74,7 @@ class PlainView:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def figures_of(child: Child) -> str:
+def figures_of(child: Participant) -> str:
     state, parts = child.state, []
     if "loss" in state:
         parts.append(f"loss {state['loss']:.3f}")

@@ -9,6 +9,8 @@ from torch import nn
 
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.executor.observe.figures import rss_bytes
+from symbiosis.procs import follow_parent
+from symbiosis.tools.processes import START
 
 
 class EventOutput:
@@ -22,9 +24,11 @@ class EventOutput:
         self._file.write(json.dumps({**fields, "rss_bytes": rss_bytes()}) + "\n")
 
     def wait_for_start(self, **fields: Any) -> None:
-        """Say that everything is prepared, and wait: the parent starts all clients at the same time, by closing their stdin."""
+        """Say that everything is prepared, and wait: the parent starts all clients at the same time. Without it there is nothing to do."""
         self.send(done=0, **fields)
-        sys.stdin.read()
+        if sys.stdin.buffer.readline() != START:
+            sys.exit("the process that started this one is gone")
+        follow_parent()
 
 
 def base_bytes(model: nn.Module) -> int:

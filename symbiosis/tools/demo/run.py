@@ -18,7 +18,7 @@ from symbiosis.security.folders import temporary_folder
 from symbiosis.tools.demo.compare import Comparison, compare
 from symbiosis.tools.demo.display import display
 from symbiosis.tools.demo.tasks import PROMPT, TASKS
-from symbiosis.tools.processes import Child, ProcessError, clients, executor, exit_at_sigterm
+from symbiosis.tools.processes import Participant, ProcessError, clients, executor, exit_at_sigterm
 from symbiosis.tools.reporting import Report, print_table
 from symbiosis.tools.top import size_of, snapshot
 
@@ -82,7 +82,13 @@ def split_and_compare(console: Console, endpoint: str, folder: Path, steps: int,
 
 
 def train_and_generate(
-    console: Console, daemon: Child, endpoint: str, adapters: dict[str, Path], folder: Path, steps: int, tokens: int
+    console: Console,
+    daemon: Participant,
+    endpoint: str,
+    adapters: dict[str, Path],
+    folder: Path,
+    steps: int,
+    tokens: int,
 ) -> tuple[dict[str, dict[str, Any]], Snapshot]:
     """Return the last event of every client, and the executor's figures when all were done."""
     titles = {**{name: task.title for name, task in TASKS.items()}, GENERATOR: "The base model writes"}
