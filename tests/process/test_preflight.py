@@ -1,5 +1,6 @@
 """What is wrong with options is said before torch is loaded: quickly, all at once, and in a line each."""
 
+import importlib.metadata
 import json
 import os
 import socket
@@ -96,6 +97,12 @@ ENDPOINTS = {
     "inproc://x": "symbiosis.Executor(model)",
     "executor.sock": "'executor.sock' is not an endpoint",
 }
+
+
+def torch_is(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Have torch's package be another build; all others are what they are."""
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "torch" else real(name))
 
 
 @pytest.mark.parametrize("url", ENDPOINTS)
@@ -238,7 +245,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int]
     """A driver's tool that lists so many GPUs with so many MiB free, and a torch that could use them."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(preflight.importlib.metadata, "version", lambda name: "2.13.0+cu130")
+    torch_is(monkeypatch, "2.13.0+cu130")
     tool = tmp_path / "nvidia-smi"
 
     def there(count: int, free_mib: int = 10**6) -> None:
@@ -319,7 +326,7 @@ def test_no_fewer_bits_are_advised_where_there_are_none(tmp_path: Path, monkeypa
 @pytest.mark.skipif(preflight._has_driver(), reason="needs a machine without an NVIDIA driver")
 def test_no_gpu_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(preflight.importlib.metadata, "version", lambda name: "2.13.0")
+    torch_is(monkeypatch, "2.13.0")
     assert problems(device="cuda") == ["--device 'cuda': this process sees 0 GPUs"]
     assert "no CUDA MPS" in problems(device="cuda", mps=True)[1]
 
