@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 import symbiosis
-from symbiosis.executor.server import Server
+from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.kernels.integers import modular_product, quantise
-from symbiosis.security.fingerprint import digest
+from symbiosis.transport.fingerprint import digest
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 TOKENS = 128  # that a decoder makes from one prompt, then it begins again
@@ -107,7 +107,7 @@ class Serving:
             torch.cuda.empty_cache()
 
 
-class TimedServer(Server):
+class TimedServer(ExecutorLoop):
     """Knows where its CPU's time goes: `seconds` by what it did, and not counting what that called under another name."""
 
     def __init__(self, *args: Any) -> None:

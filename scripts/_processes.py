@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from symbiosis.tools import processes
-from symbiosis.tools.processes import START_S, STOP_S
+from symbiosis.demo import processes
+from symbiosis.demo.processes import START_S, STOP_S
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

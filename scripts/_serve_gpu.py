@@ -14,17 +14,17 @@ from _processes import progress
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from symbiosis.base.reporting import Report, print_table
 from symbiosis.kernels import with_triton
-from symbiosis.serving import paged
-from symbiosis.serving.adapter import Adapter
-from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
-from symbiosis.serving.adapters.residency import Residency
-from symbiosis.serving.adapters.sites import Sites
-from symbiosis.serving.alone import make_ready
-from symbiosis.serving.model import Served
+from symbiosis.serving.lora.adapter import Adapter
+from symbiosis.serving.lora.adapter_cache import AdapterCache
+from symbiosis.serving.lora.adapter_kinds import LoadedAdapter, Part
+from symbiosis.serving.lora.target_layers import TargetLayers
 from symbiosis.serving.request import Request
-from symbiosis.serving.step import Segment, Sequence, Step
-from symbiosis.tools.reporting import Report, print_table
+from symbiosis.serving.runner import paged_runner
+from symbiosis.serving.runner.dense_runner import make_ready
+from symbiosis.serving.runner.model_runner import ModelRunner
+from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
 
 RANK = 16
 GIB = 1 << 30
@@ -64,7 +64,7 @@ def interpret() -> None:
         raise SystemExit(
             "install triton, and set TRITON_INTERPRET=1: a CPU runs these kernels by Triton's interpreter only"
         )
-    paged.is_for = lambda device, dtype: True  # type: ignore[attr-defined]
+    paged_runner.is_for = lambda device, dtype: True  # type: ignore[attr-defined]
     with_triton("gpu.paged_attention").split_for = lambda *_: 1
 
 
@@ -94,11 +94,11 @@ class Bench:
 
     def __init__(self, size: Size, device: str, most: int, compiles: bool) -> None:
         self.size = size
-        self.served: Served = make_ready(build(size, device), size.memory)
+        self.served: ModelRunner = make_ready(build(size, device), size.memory)
         assert self.served.fetcher is not None, "there are no kernels for this device"
         self.served.arena.flat.normal_()  # of what would be there, sums could be anything
-        self.residency = Residency(self.served.arena, self.served.blocks.make_room, self.served.fetcher)
-        self.sites = Sites(self.served, self.residency)
+        self.residency = AdapterCache(self.served.arena, self.served.blocks.make_room, self.served.fetcher)
+        self.sites = TargetLayers(self.served, self.residency)
         self._packed: Any = None
         self._parts = self._make_parts()
         self.served.serve(most, most + 512, compiles)
@@ -133,7 +133,7 @@ class Bench:
             self.residency.forget(adapter.version)
 
     @contextmanager
-    def requests(self, count: int, context: int, adapters: list[LoadedAdapter]) -> Iterator[Step]:
+    def requests(self, count: int, context: int, adapters: list[LoadedAdapter]) -> Iterator[SchedulerOutput]:
         """A step of so many that decode; each has one of the adapters, in turn."""
         sequences = []
         for number in range(count):
@@ -142,14 +142,16 @@ class Bench:
         sequences.sort(key=lambda sequence: sequence.version)
         for sequence in sequences:
             assert self.served.blocks.grow(sequence, context)
-        yield Step(tuple(Segment(sequence, row, 1, context - 1, True) for row, sequence in enumerate(sequences)))
+        yield SchedulerOutput(
+            tuple(ScheduledRequest(sequence, row, 1, context - 1, True) for row, sequence in enumerate(sequences))
+        )
         for sequence in sequences:
             self.served.release(sequence)
 
-    def step(self, step: Step) -> list[int]:
+    def step(self, step: SchedulerOutput) -> list[int]:
         return self.served.forward(step).argmax(dim=-1).tolist()
 
-    def time(self, step: Step, seconds: float) -> float:
+    def time(self, step: SchedulerOutput, seconds: float) -> float:
         """Milliseconds of a step, its tokens on the host."""
         for _ in range(4):
             self.step(step)
@@ -161,7 +163,7 @@ class Bench:
             times.append((time.perf_counter() - start) * 1e3)
         return statistics.median(times)
 
-    def device_time(self, step: Step, count: int = 20) -> float:
+    def device_time(self, step: SchedulerOutput, count: int = 20) -> float:
         """Milliseconds that the device takes for a step."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         torch.cuda.synchronize()

@@ -28,12 +28,12 @@ from _serve_gpu import RANK, Size, build
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from symbiosis.base.reporting import Report, print_table
 from symbiosis.serving import Engine
-from symbiosis.serving.adapter import Adapter
-from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
-from symbiosis.serving.adapters.library import FoundAdapter
+from symbiosis.serving.lora.adapter import Adapter
+from symbiosis.serving.lora.adapter_kinds import LoadedAdapter, Part
+from symbiosis.serving.lora.registry import FoundAdapter
 from symbiosis.serving.request import Finish, Output, Request, Sampling
-from symbiosis.tools.reporting import Report, print_table
 
 LATEST_S = 900.0
 FIRST_TOKEN_S = 6.0  # after which a user of S-LoRA's experiments has given up

@@ -20,7 +20,7 @@ from _gpu import ATTENTION, Job, Program, Shape
 from _processes import Worker, executor, idle_workers, progress, together
 
 import symbiosis
-from symbiosis.tools.reporting import Report, print_table
+from symbiosis.base.reporting import Report, print_table
 from symbiosis.transport.cuda.peer import device_name
 
 PAPER, AIM = 4.0, 8.0  # times the throughput of FSDP

@@ -37,8 +37,8 @@ from transformers import GenerationMixin, PreTrainedModel
 
 import symbiosis
 from symbiosis.client.session import Session
+from symbiosis.client.weights.remote_sum import RemoteSum
 from symbiosis.client.weights.remote_weight import remote_weights
-from symbiosis.client.weights.sum import RemoteSum
 from symbiosis.errors import SymbiosisError, WrapError
 
 WAYS = ("wrapped", "reads", "mapped")

@@ -28,13 +28,13 @@ import torch
 from _processes import executor, prepare, progress
 
 import symbiosis
-from symbiosis.clusters import told_by
+from symbiosis.base.reporting import Report, print_table
+from symbiosis.protocol.cluster_state import told_by
+from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
+from symbiosis.server.ipc.engine_server import EngineServer
+from symbiosis.server.launch.children import RestartingChild, http_code
 from symbiosis.serving import Engine
-from symbiosis.serving.http.link.engine_side import Link
-from symbiosis.serving.http.link.messages import FrontOptions, Welcome
 from symbiosis.serving.request import Output, Request, Sampling
-from symbiosis.tools.reporting import Report, print_table
-from symbiosis.tools.serve.children import RestartingChild, http_code
 
 PROMPT = b"def average(numbers):"
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
@@ -120,10 +120,10 @@ def start_http(engine: Engine, stack: ExitStack) -> int:
     with theirs:
         http.start(http_code(listener, theirs, options), (listener.fileno(), theirs.fileno()))
     stack.callback(http.kill)
-    welcome = Welcome(
+    welcome = EngineReady(
         model="demo", longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary
     )
-    link = Link(engine, ours, welcome)
+    link = EngineServer(engine, ours, welcome)
     stack.callback(link.close)
     return int(listener.getsockname()[1])
 

@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 from _processes import LoraClient, Pace, Worker, executor, prepare, progress, save_llama, together, workers
 
+from symbiosis.base.reporting import Report, print_table
 from symbiosis.client.session import Session
 from symbiosis.protocol import Op
-from symbiosis.tools.reporting import Report, print_table
 
 POLICIES = ("immediate", "lockstep", "opportunistic")
 PROMPT, TOKENS = 16, 64

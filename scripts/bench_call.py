@@ -23,9 +23,9 @@ import torch
 from _processes import Worker, executor, prepare, progress, save_llama, together, wait_for, workers
 
 import symbiosis
+from symbiosis.base.reporting import Report, print_table
 from symbiosis.client.session import Session
 from symbiosis.protocol import Op
-from symbiosis.tools.reporting import Report, print_table
 
 SMALL, LARGE = 8 << 10, 1 << 20
 COUNTS = (1, 2, 4, 8)

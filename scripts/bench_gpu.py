@@ -53,8 +53,8 @@ from _gpu import (
 from _long import LongContext, Read
 from _processes import TOGETHER_S, Pace, Worker, idle_workers, prepare, progress, same_cores, together, workers
 
-from symbiosis import mps
-from symbiosis.tools.reporting import Report, print_table
+from symbiosis.base.reporting import Report, print_table
+from symbiosis.executor import mps
 
 # by all workers, and no more of it: CUDA must not have begun where processes are forked
 IMPORTED = ("torch", "transformers", "peft")

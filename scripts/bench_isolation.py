@@ -39,6 +39,8 @@ import zmq
 from _processes import cpu_seconds, executor, prepare, progress, pss_bytes, save_llama, together, wait_for, workers
 from zmq.utils import z85
 
+from symbiosis.base.curve_keys import generate
+from symbiosis.base.reporting import Report, print_table
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code, ConnectionLost
 from symbiosis.protocol import (
@@ -54,10 +56,8 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
-from symbiosis.security.keys import generate
-from symbiosis.tools.reporting import Report, print_table
-from symbiosis.transport.tcp.curve import Address
 from symbiosis.transport.tcp.sockets import cut
+from symbiosis.transport.tcp.tenant_auth import Address
 
 HIDDEN = 128
 CONNECTIONS = 50

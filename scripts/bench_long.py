@@ -19,8 +19,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import symbiosis
+from symbiosis.base.reporting import Report, print_table
 from symbiosis.kernels.paged_attention import How, PageLayout, SeenTokens, compiled
-from symbiosis.tools.reporting import Report, print_table
 
 HEADS = {"32 heads": (32, 32), "32 heads, 8 of keys": (32, 8)}
 SIZE, BLOCK = 128, 256

@@ -22,8 +22,8 @@ from _link import Link
 from _processes import LoraClient, Worker, executor, prepare, progress, save_llama, workers
 
 import symbiosis
-from symbiosis.tools.make_pads import make
-from symbiosis.tools.reporting import Report, print_table
+from symbiosis.base.reporting import Report, print_table
+from symbiosis.cli.pads import make
 
 GIGABIT = 1e9
 TARGETS = ("q_proj", "v_proj")
@@ -90,8 +90,8 @@ def errors(folder: Path, report: Report) -> dict[str, float]:
     """How far the predictions are from float32, by level and for bfloat16."""
     from transformers import AutoTokenizer
 
+    from symbiosis.demo.data import base_text, blocks
     from symbiosis.executor.model.load import DEMO_MODEL
-    from symbiosis.tools.demo_data import base_text, blocks
 
     text = torch.tensor(blocks(base_text(), AutoTokenizer.from_pretrained(DEMO_MODEL), 128, 8, seed=3))
     pads = {bits: folder / f"demo{bits}.pads" for bits in (8, 16)}

@@ -31,10 +31,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from symbiosis import mps
+from symbiosis.base.reporting import Report, print_table
+from symbiosis.executor import mps
 from symbiosis.serving import Engine
 from symbiosis.serving.request import Output, Request, Sampling
-from symbiosis.tools.reporting import Report, print_table
 
 REQUESTS, ADAPTERS = 16, 8
 RANKS = (4, 8, 16, 32)

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from _processes import LoraClient, Worker, executor, idle_workers, prepare, progress, save_llama, together, workers
 
-from symbiosis import mps
-from symbiosis.tools.reporting import Report, print_table
+from symbiosis.base.reporting import Report, print_table
+from symbiosis.executor import mps
 
 LORA = (8, ("q_proj", "k_proj", "v_proj", "o_proj"))
 SHAPE = {"train": (2, 64), "decode": (1, 16, 32)}  # sequences, tokens of each; and of those that follow
@@ -230,7 +230,7 @@ def trainers(devices: str, layers: int, seconds: float) -> Report:
     """Trainers on these GPUs, each of which joins the rank on its own, and as many FSDP jobs as bring most."""
     from _shard_trainers import llama_13b, measure
 
-    from symbiosis.config import gpus_of
+    from symbiosis.executor.options import gpus_of
 
     load = llama_13b(layers, gpus_of(devices), seconds)
     with mps.running():
@@ -242,7 +242,7 @@ def elsewhere(devices: str, homes: str, layers: int, seconds: float) -> Report:
     from _gpu import Job
     from _shard_trainers import gemma_27b, measure_elsewhere
 
-    from symbiosis.config import gpus_of
+    from symbiosis.executor.options import gpus_of
 
     load = gemma_27b(layers, gpus_of(devices), gpus_of(homes), seconds)
     layers_on = (f"--devices={devices}",)

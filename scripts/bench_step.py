@@ -39,7 +39,7 @@ from _processes import (
     workers,
 )
 
-from symbiosis.tools.reporting import Report, print_table
+from symbiosis.base.reporting import Report, print_table
 
 PROGRAMS = 4
 LORA = (8, ("q_proj", "k_proj", "v_proj", "o_proj"))

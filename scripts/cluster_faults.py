@@ -35,10 +35,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
-from symbiosis.clusters import Member, told_by
+from symbiosis.base.reporting import Report, print_table
+from symbiosis.cluster.controller.local_process import descendants
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.tools.cluster.process import descendants
-from symbiosis.tools.reporting import Report, print_table
+from symbiosis.protocol.cluster_state import Member, told_by
 
 NAME = "faults"
 FILE = """

@@ -38,8 +38,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import symbiosis
+from symbiosis.base.reporting import Report, print_table
 from symbiosis.errors import SymbiosisError
-from symbiosis.tools.reporting import Report, print_table
 
 WAYS = ("called", "mapped")
 NEW = 6

@@ -35,10 +35,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import symbiosis
-from symbiosis.choice import head_names, is_in
+from symbiosis.base.layer_selection import head_names, is_in
+from symbiosis.base.reporting import Report, print_table
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import RemoteWeightError
-from symbiosis.tools.reporting import Report, print_table
 
 GROUPS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

@@ -42,12 +42,12 @@ from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 import symbiosis
+from symbiosis.audit.unmasked import Unmasked
+from symbiosis.base.reporting import Report, print_table
+from symbiosis.cli.pads import make as make_pads
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.errors import SymbiosisError
-from symbiosis.security.fingerprint import digest
-from symbiosis.tools.audit.exact import Unmasked
-from symbiosis.tools.make_pads import make as make_pads
-from symbiosis.tools.reporting import Report, print_table
+from symbiosis.transport.fingerprint import digest
 
 TOLERANCE = 1e-5  # float32 sums in another order
 ORDERS = ("W>P", "P>W")

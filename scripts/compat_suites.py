@@ -40,8 +40,8 @@ from typing import Any
 
 import transformers
 
+from symbiosis.base.reporting import Report, print_table
 from symbiosis.errors import ConfigError
-from symbiosis.tools.reporting import Report, print_table
 
 SCRIPTS = Path(__file__).parent
 CACHE = Path(os.environ.get("SYMBIOSIS_SUITES_CACHE", Path.home() / ".cache" / "symbiosis" / "suites"))

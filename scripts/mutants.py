@@ -26,17 +26,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from symbiosis.tools.reporting import Report
+from symbiosis.base.reporting import Report
 
 ROOT = Path(__file__).parents[1]
 MODULES = (
-    "symbiosis/serving/scheduling/policy.py",
-    "symbiosis/serving/scheduling/scheduler.py",
+    "symbiosis/serving/scheduler/policy.py",
+    "symbiosis/serving/scheduler/scheduler.py",
     "symbiosis/executor/scheduling/batcher.py",
     "symbiosis/cluster/placement.py",
     "symbiosis/executor/calls/price.py",
-    "symbiosis/serving/blocks.py",
-    "symbiosis/serving/pool.py",
+    "symbiosis/serving/kv_cache/block_manager.py",
+    "symbiosis/serving/kv_cache/page_pool.py",
     "symbiosis/cluster/scaling.py",
 )
 MARKED = "not gpu and not multi_gpu and not ray and not soak and not alone and not long"

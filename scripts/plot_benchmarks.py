@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from symbiosis.tools.reporting import Report, print_table
+from symbiosis.base.reporting import Report, print_table
 
 RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
 ROW, TOP, BOTTOM, LEFT, WIDTH, RIGHT = 24, 48, 34, 300, 320, 180  # pixels; WIDTH is that of the chart itself

@@ -30,9 +30,9 @@ from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from symbiosis.base.reporting import Report, print_table
 from symbiosis.serving import Engine
 from symbiosis.serving.request import Output, Request, Sampling, Token
-from symbiosis.tools.reporting import Report, print_table
 
 TINY: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import symbiosis
+from symbiosis.base.reporting import Report
 from symbiosis.client.session import Session
-from symbiosis.endpoints import of_rank
 from symbiosis.protocol import Op
-from symbiosis.tools.reporting import Report
+from symbiosis.protocol.endpoints import of_rank
 
 LAYOUTS, TARGETS = ("layers", "fsdp"), ["q_proj", "v_proj", "down_proj"]
 PAUSES_S = (0.0, 0.004, 0.015)  # of the clients, after each step

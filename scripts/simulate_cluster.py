@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 from _punica import lengths_like_sharegpt, popularity
 
-from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit
+from symbiosis.base.reporting import Report, print_table
+from symbiosis.cluster.placement import Fleet, PlacedServer, RoutingRequest, State, admit
 from symbiosis.cluster.scaling import consolidate, scale
-from symbiosis.tools.reporting import Report, print_table
 
 # 9.68 and 18.35 ms for the base at 512 and 2,048 tokens of 32 sequences each, 11.17 and 20.33 with 32 adapters
 PER_TOKEN_S = (20.33e-3 - 11.17e-3) / (32 * (2048 - 512))
@@ -60,9 +60,9 @@ class Request:
     first: float = math.inf
 
     @property
-    def wish(self) -> Wish:
+    def wish(self) -> RoutingRequest:
         blocks = math.ceil((self.prompt + self.output) / BLOCK)
-        return Wish(model=MODEL, pages=blocks, adapter=self.adapter)
+        return RoutingRequest(model=MODEL, pages=blocks, adapter=self.adapter)
 
 
 @dataclass(eq=False)
@@ -195,8 +195,8 @@ class Ours(Cluster):
         self.use: list[int] = []
         self.worked = [0.0] * gpus  # when each was last seen at work
 
-    def _fresh(self, number: int, state: State = State.READY) -> Server:
-        return Server(number=number, model=MODEL, batch=BATCH, pages=BLOCKS, free=BLOCKS, state=state)
+    def _fresh(self, number: int, state: State = State.READY) -> PlacedServer:
+        return PlacedServer(number=number, model=MODEL, batch=BATCH, pages=BLOCKS, free=BLOCKS, state=state)
 
     def arrive(self, request: Request, now: float) -> None:
         self.waiting.append(request)

@@ -16,8 +16,8 @@ from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from symbiosis.tools import demo_data
-from symbiosis.tools.reporting import Report, print_table
+from symbiosis.base.reporting import Report, print_table
+from symbiosis.demo import data
 
 MODEL = Path("symbiosis/demo_model")
 LENGTH, BATCH, TOKENS = 160, 4, 80
@@ -25,7 +25,7 @@ CAUSAL = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
 
 
 def lower_text() -> str:
-    return demo_data.base_text().lower()
+    return data.base_text().lower()
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Style:
 
 
 STYLES = {
-    "python": Style(demo_data.python_text, lambda: LoraConfig(r=4, lora_alpha=8, **CAUSAL), 3e-3, "Return the number of "),
-    "shout": Style(demo_data.shouting_text, lambda: LoraConfig(r=2, use_dora=True, **CAUSAL), 3e-3, "The statement "),
+    "python": Style(data.python_text, lambda: LoraConfig(r=4, lora_alpha=8, **CAUSAL), 3e-3, "Return the number of "),
+    "shout": Style(data.shouting_text, lambda: LoraConfig(r=2, use_dora=True, **CAUSAL), 3e-3, "The statement "),
     "whisper": Style(
         lower_text,
         lambda: IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "up_proj", "down_proj"], feedforward_modules=["down_proj"]),
@@ -75,7 +75,7 @@ def make(
     """Trained, saved in half the bytes, and tried: name, loss, parameters, a text."""
     torch.manual_seed(0)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(MODEL), style.config())
-    loss = train(model, demo_data.blocks(style.text(), tokenizer, LENGTH, steps * BATCH, seed=0), style.learning_rate)
+    loss = train(model, data.blocks(style.text(), tokenizer, LENGTH, steps * BATCH, seed=0), style.learning_rate)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()

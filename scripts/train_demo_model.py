@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from symbiosis.tools import demo_data
-from symbiosis.tools.reporting import Report, print_table
+from symbiosis.base.reporting import Report, print_table
+from symbiosis.demo import data
 
 END, PAD = "<|end|>", "<|pad|>"
 CONTEXT, BATCH = 512, 8
@@ -61,7 +61,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 def training_streams(tokenizer: PreTrainedTokenizerFast) -> list[tuple[float, torch.Tensor]]:
     """Share of each batch and text: mostly prose, with the code and capitals that the demo's adapters bring out."""
-    mixture = ((0.75, demo_data.base_text()), (0.125, demo_data.python_text()), (0.125, demo_data.base_text().upper()))
+    mixture = ((0.75, data.base_text()), (0.125, data.python_text()), (0.125, data.base_text().upper()))
     return [(share, torch.tensor(tokenizer.encode(text, add_special_tokens=False))) for share, text in mixture]
 
 

@@ -18,12 +18,12 @@ _WHERE = {
     "report": "symbiosis.client.wrap",
     "from_executor": "symbiosis.client.from_executor",
     "capture": "symbiosis.client.capture",
-    "offload_cache": "symbiosis.attention.offload",
+    "offload_cache": "symbiosis.offload.cache",
     "Noise": "symbiosis.client.privacy.noise",
     "Pads": "symbiosis.client.privacy.pads",
     "Split": "symbiosis.client.privacy.split",
     "SymbiosisCallback": "symbiosis.client.trainer_callback",
-    "publish": "symbiosis.serving.adapters.publish",
+    "publish": "symbiosis.serving.lora.publish",
     "Executor": "symbiosis.executor.embedded",
     "SymbiosisError": "symbiosis.errors",
 }
@@ -47,7 +47,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from symbiosis import serving as serving
-    from symbiosis.attention.offload import offload_cache
     from symbiosis.client.capture import capture
     from symbiosis.client.from_executor import from_executor
     from symbiosis.client.privacy.noise import Noise
@@ -58,7 +57,8 @@ if TYPE_CHECKING:
     from symbiosis.client.wrap import report, stats, wrap
     from symbiosis.errors import SymbiosisError
     from symbiosis.executor.embedded import Executor
-    from symbiosis.serving.adapters.publish import publish
+    from symbiosis.offload.cache import offload_cache
+    from symbiosis.serving.lora.publish import publish
 
 
 def __getattr__(name: str) -> Any:
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name != "SymbiosisError":
-        from symbiosis import requirements
+        from symbiosis.base import requirements
 
         requirements.check()
     if name in _PACKAGES:

@@ -1,6 +1,6 @@
 """`python -m symbiosis`: the `symbiosis` command, also from a checkout that is not installed."""
 
-from symbiosis.cli import main
+from symbiosis.cli.main import main
 
 if __name__ == "__main__":
     main()

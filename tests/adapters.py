@@ -8,10 +8,10 @@ import peft
 import torch
 from torch import Tensor, nn
 
-from symbiosis.serving.adapter import Adapter
-from symbiosis.serving.model import Served
+from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.request import Request
-from symbiosis.serving.step import Segment, Sequence, Step
+from symbiosis.serving.runner.model_runner import ModelRunner
+from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
 
 Made = tuple[Path, nn.Module]  # the folder, and PEFT's own model
 
@@ -34,17 +34,17 @@ def sequence_of(prompt: Iterable[int], adapter: Adapter | None = None) -> Sequen
     return Sequence(Request(id=0, prompt=tokens), 0, [0] * virtual + list(tokens), adapter, 0.0)
 
 
-def step_over(pairs: Iterable[tuple[Sequence, int]]) -> Step:
+def step_over(pairs: Iterable[tuple[Sequence, int]]) -> SchedulerOutput:
     """So many rows of each sequence, which has come to where it is; and they are computed."""
-    segments: list[Segment] = []
+    segments: list[ScheduledRequest] = []
     first = 0
     for sequence, rows in pairs:
-        segments.append(Segment(sequence, first, rows, sequence.computed, True))
+        segments.append(ScheduledRequest(sequence, first, rows, sequence.computed, True))
         first += rows
-    return Step(tuple(segments))
+    return SchedulerOutput(tuple(segments))
 
 
-def run(served: Served, pairs: list[tuple[Sequence, int]]) -> Tensor:
+def run(served: ModelRunner, pairs: list[tuple[Sequence, int]]) -> Tensor:
     for sequence, rows in pairs:
         assert served.blocks.grow(sequence, sequence.computed + rows)
     step = step_over(pairs)

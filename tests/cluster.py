@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from symbiosis.clusters import Member, Told, told_by
-from symbiosis.serving.http.incoming.behind import HEADER
+from symbiosis.protocol.cluster_state import Member, Told, told_by
+from symbiosis.server.incoming.front_end_token import HEADER
 from tests.serving_api import eventually
 
 START_S = 110.0
-UP = "import secrets; secrets.token_hex = lambda n: 'secret' * n; from symbiosis.cli import main; main()"
+UP = "import secrets; secrets.token_hex = lambda n: 'secret' * n; from symbiosis.cli.main import main; main()"
 AS_FRONT = {HEADER: "secret" * 32}  # what a front end shows to servers
 
 

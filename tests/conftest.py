@@ -227,7 +227,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def fake_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A stand-in for nvidia-cuda-mps-control on the PATH, with directories of the test's own; where CUDA would look first."""
-    from symbiosis import mps
+    from symbiosis.executor import mps
 
     tool = tmp_path / "bin" / mps.CONTROL
     tool.parent.mkdir()

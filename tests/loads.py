@@ -11,10 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
+from symbiosis.audit.unmasked import Unmasked
+from symbiosis.cli.pads import make
 from symbiosis.client.session import Session
 from symbiosis.protocol import Op, Priority
-from symbiosis.tools.audit.exact import Unmasked
-from symbiosis.tools.make_pads import make
 from tests.conftest import tiny_llama
 from tests.processes import Say, layer_number
 from tests.programs import generate_tokens

@@ -15,7 +15,7 @@ import symbiosis.transport.local.listener  # noqa: F401
 import symbiosis.transport.tcp.client  # noqa: F401
 import symbiosis.transport.tcp.listener  # noqa: F401
 import tests.processes  # noqa: F401
-from symbiosis.cli import executor_app
+from symbiosis.cli.main import executor_app
 from symbiosis.executor.model.load import load_model
 from symbiosis.executor.model.store import Store
 from symbiosis.kernels.few_rows import FewRows

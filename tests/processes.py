@@ -1,7 +1,7 @@
 """Real executors and clients for tests: processes that can be killed, frozen and started again, and a bystander to watch.
 
 They are forked from one server process that has imported everything, so that starting one takes a fraction of a second.
-(The demo's and benchmarks' are started from nothing, as users start them: symbiosis/tools/processes.py.) Whatever is waited for is waited
+(The demo's and benchmarks' are started from nothing, as users start them: symbiosis/demo/processes.py.) Whatever is waited for is waited
 for on a descriptor or on a condition, and not for ever.
 """
 
@@ -29,10 +29,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from symbiosis.cli import top
 from symbiosis.client.session import Session
 from symbiosis.executor.observe.snapshot import Snapshot
 from symbiosis.protocol import Op
-from symbiosis.tools import top
 from tests import tally
 from tests.conftest import tiny_llama
 
@@ -195,7 +195,7 @@ def _listens(endpoint: str) -> bool:
 def _run_executor(stdout: Connection, log: str, arguments: list[str]) -> None:
     _become(["symbiosis-executor", *arguments], stdout.fileno(), log)
     stdout.close()
-    from symbiosis.cli import executor_main
+    from symbiosis.cli.main import executor_main
     from symbiosis.executor.ranks import service
 
     service.Popen = ForkedRank  # type: ignore[assignment, misc]
@@ -303,7 +303,7 @@ def _run_program(words: tuple[str, ...], folder: Path, environment: dict[str, st
         runpy.run_path(words[0], run_name="__main__")
         return
     _become(["symbiosis", *words], os.open(stdout, os.O_WRONLY | os.O_CREAT, 0o600), stderr)
-    from symbiosis.cli import main
+    from symbiosis.cli.main import main
 
     main()
 

@@ -12,16 +12,16 @@ from typing import Any
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from symbiosis.config import load_options
-from symbiosis.endpoints import of_rank
+from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model import stripes
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import load_options
 from symbiosis.executor.ranks import rank as rank_module
-from symbiosis.executor.ranks.board import Ranks
 from symbiosis.executor.ranks.orders import Order
 from symbiosis.executor.ranks.partition import whole_layers
 from symbiosis.executor.ranks.rank import parts_of, store_of
-from symbiosis.executor.server import Server
+from symbiosis.executor.ranks.rendezvous import Rendezvous
+from symbiosis.protocol.endpoints import of_rank
 
 
 def part_of(model: nn.Module, rank: int, shares: Sequence[float]) -> nn.Module:
@@ -59,11 +59,11 @@ for _module in (rank_module, stripes):
 @contextmanager
 def ranks_of(
     model: nn.Module | Path | Sequence[Path], url: str, shares: Sequence[float] = (1.0, 1.0), **words: object
-) -> Iterator[list[Server]]:
+) -> Iterator[list[ExecutorLoop]]:
     """Serve a model at `url` by so many ranks: one that is here by its layers, a checkpoint's, or one for each rank, as `shard` says."""
     board, ranks = HashStore(), len(shares)
 
-    def make(rank: int) -> Server:
+    def make(rank: int) -> ExecutorLoop:
         hosts: Any = words.get("hosts", ())  # a rank on each
         there = f"{url}?hosts={','.join(hosts)}" if hosts else url
         options = load_options(
@@ -74,7 +74,7 @@ def ranks_of(
                 **words,
             }
         )
-        others = Ranks(board, rank, ranks)
+        others = Rendezvous(board, rank, ranks)
         if not isinstance(model, nn.Module):
             store = store_of(
                 Order(str(model if isinstance(model, Path) else model[rank]), options, rank, ""), options, others
@@ -83,7 +83,7 @@ def ranks_of(
             store = Store(part_of(model, rank, shares), options.serve, (), others)
         if options.shares_weights:
             store.share_weights()
-        return Server(store, options)
+        return ExecutorLoop(store, options)
 
     with ThreadPoolExecutor() as pool:
         servers = list(pool.map(make, range(ranks)))

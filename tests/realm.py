@@ -8,6 +8,7 @@ import zmq
 from torch import nn
 
 import symbiosis
+from symbiosis.base.curve_keys import generate
 from symbiosis.client.session import Session
 from symbiosis.errors import Code
 from symbiosis.protocol import (
@@ -21,9 +22,8 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
-from symbiosis.security.keys import generate
-from symbiosis.transport.tcp.curve import Address
 from symbiosis.transport.tcp.sockets import cut
+from symbiosis.transport.tcp.tenant_auth import Address
 from tests.conftest import tiny_llama
 
 WAIT_S = 60.0

@@ -18,10 +18,10 @@ import openai
 
 import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
+from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
+from symbiosis.server.ipc.engine_server import EngineServer
+from symbiosis.server.launch.children import RestartingChild, http_code
 from symbiosis.serving import Engine
-from symbiosis.serving.http.link.engine_side import Link
-from symbiosis.serving.http.link.messages import FrontOptions, Welcome
-from symbiosis.tools.serve.children import RestartingChild, http_code
 
 WAIT_S = 60.0
 # No test speaks TLS, and reading the certificates for it would take longer than most answers. No connection is kept.
@@ -76,11 +76,11 @@ def http_process(engine: Engine, **options: Any) -> Iterator[Api]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with theirs:
             http.start(http_code(listener, theirs, FrontOptions(**options)), (listener.fileno(), theirs.fileno()))
-        welcome = Welcome(
+        welcome = EngineReady(
             model=options["model"], longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
             ends=tuple(engine.ends),
         )  # fmt: skip
-        link = Link(engine, ours, welcome, load=Path)
+        link = EngineServer(engine, ours, welcome, load=Path)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:
             eventually(lambda: is_up(url))
@@ -105,7 +105,7 @@ class Command:
     """`symbiosis serve demo ...`, with its three processes. `before` is run by the first one."""
 
     def __init__(self, *arguments: str, before: str = "") -> None:
-        code = f"{before}\nfrom symbiosis.cli import main; main()"
+        code = f"{before}\nfrom symbiosis.cli.main import main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", "demo", "--port", "0", "--memory", "33554432", *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

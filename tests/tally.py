@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from symbiosis.tools.reporting import Report
+from symbiosis.base.reporting import Report
 
 done: Counter[str] = Counter()  # by the test that runs now
 EXECUTORS, CLIENTS = "executors_killed", "clients_killed"

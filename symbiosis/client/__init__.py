@@ -1,5 +1,5 @@
 """A client: an ordinary transformers/PEFT program whose frozen layers are proxies."""
 
-from symbiosis import requirements
+from symbiosis.base import requirements
 
 requirements.check()

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from symbiosis import transport
-from symbiosis.clusters import SCHEME
-from symbiosis.endpoints import named_endpoints
 from symbiosis.errors import ConfigError, WrapError
 from symbiosis.protocol import FLOATS, Priority
+from symbiosis.protocol.cluster_state import SCHEME
+from symbiosis.protocol.endpoints import named_endpoints
 
 PATTERNS = 'write a pattern of layer names ("model.layers.*", or "!*.o_proj" to keep layers), or a list of them'
 

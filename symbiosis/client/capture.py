@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from symbiosis.client.connection.lifetime import sessions
-from symbiosis.client.direct.ways import Multiplied, Way, advised, following, narrowed
+from symbiosis.client.direct.step_routes import Multiplied, Way, advised, following, narrowed
 from symbiosis.client.session import Session
 from symbiosis.client.stats import Stats
 from symbiosis.errors import CaptureError, ConfigError
@@ -31,11 +31,11 @@ from symbiosis.transport.cuda.driver import HIGHEST
 from symbiosis.transport.cuda.weights import unmap_unused
 
 if TYPE_CHECKING:
-    from symbiosis.transport.cuda.client import DeviceLine
-    from symbiosis.transport.cuda.step import Step
+    from symbiosis.transport.cuda.captured_step import CapturedStep
+    from symbiosis.transport.cuda.client import CudaConnection
 
 logger = logging.getLogger("symbiosis")
-Noted = list[tuple["DeviceLine", tuple[Call, ...]]]
+Noted = list[tuple["CudaConnection", tuple[Call, ...]]]
 WARM_UP = 2  # runs with new shapes before the capture: they allocate and register everything
 MOST_WARMING = 32  # kinds of arguments without a graph that are remembered
 _ended: "list[tuple[torch.cuda.CUDAGraph, torch.cuda.MemPool | None]]" = []  # graphs to free when no capture is under way
@@ -73,9 +73,9 @@ class Graph:
     given: list[Any]
     result: Any
     made: list[tuple[Session, Stats]]
-    rings: "list[tuple[DeviceLine, int]]"
+    rings: "list[tuple[CudaConnection, int]]"
     pool: "torch.cuda.MemPool | None"  # its memory, which must outlive it
-    steps: "list[tuple[DeviceLine, Step]]"  # what executors know of it
+    steps: "list[tuple[CudaConnection, CapturedStep]]"  # what executors know of it
     parts: list[Multiplied]  # the products that it makes with mapped weights
     weights: list[dict[int, Tensor]]  # those weights, which must stay where they are
 
@@ -197,7 +197,7 @@ class Captured:
         if not noted:
             return self._capture_in(None, wanted, [], stream)
         pool = None if any(session.keeps_secrets for session in sessions()) else shareable_memory.new_pool()
-        steps: list[tuple[DeviceLine, Step]] = []
+        steps: list[tuple[CudaConnection, CapturedStep]] = []
         try:
             for line, calls in noted:
                 line.begin_step(calls, pool is not None, with_triton("gpu.doorbell"))
@@ -219,7 +219,7 @@ class Captured:
         self,
         pool: tuple[int, int] | None,
         wanted: Wanted,
-        steps: "list[tuple[DeviceLine, Step]]",
+        steps: "list[tuple[CudaConnection, CapturedStep]]",
         stream: Any,
     ) -> Graph:
         """`pool`: the id of that which the graph's memory is taken from, if it is not one of its own."""
@@ -279,12 +279,12 @@ def only_makes_tokens(run: WarmUp, asked: dict[int, tuple[bool, bool]]) -> bool:
     return not trains and (Priority.DECODE in called or any(part.tokens for part in run.parts))
 
 
-def _ended_steps(used: Noted) -> "list[tuple[DeviceLine, Step]]":
+def _ended_steps(used: Noted) -> "list[tuple[CudaConnection, CapturedStep]]":
     """End the step on each line, whether it was captured or failed, and return what the executors know of it."""
     return [(line, step) for line, _ in used if (step := line.steps.end())]
 
 
-def lines() -> "list[DeviceLine]":
+def lines() -> "list[CudaConnection]":
     """Return the lines over which the GPUs of this process make calls."""
     return [line for session in sessions() for line in session.lines]
 

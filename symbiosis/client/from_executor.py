@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import GenerationConfig
 
+from symbiosis.base.memory import whole_memory
 from symbiosis.client import arguments
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S
-from symbiosis.client.placing import place_beside
+from symbiosis.client.executor_config import told_class, told_config, told_generation
+from symbiosis.client.placement import place_beside
 from symbiosis.client.session import Session
-from symbiosis.client.told_config import told_class, told_config, told_generation
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.client.wrap import attach
-from symbiosis.endpoints import default_endpoints
 from symbiosis.errors import Code, WrapError
-from symbiosis.memory import whole_memory
 from symbiosis.protocol import FLOATS, Op, Welcome
+from symbiosis.protocol.endpoints import default_endpoints
 from symbiosis.text import shown
 from symbiosis.transport.tensors import TORCH_DTYPE
 

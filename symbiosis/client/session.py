@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from symbiosis import transport
+from symbiosis.base.forks import look_for_fork
 from symbiosis.client import arguments
 from symbiosis.client.connection import lifetime
 from symbiosis.client.connection.lanes import Lane, Lanes
+from symbiosis.client.connection.rank_sessions import ServiceSessions, beside, twins
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S, Reconnecting
-from symbiosis.client.connection.service import ServiceSessions, beside, twins
 from symbiosis.client.connection.spread import Spread
 from symbiosis.client.direct.mapped import Mapped, answered_despite
 from symbiosis.client.layers.groups import GroupMember, Groups
@@ -37,12 +38,11 @@ from symbiosis.client.requests import (
 from symbiosis.errors import CallError, CallNotTaken, CaptureError, ConnectionLost
 from symbiosis.kernels import with_triton
 from symbiosis.protocol import Call, Hello, Layer, Op, Priority, View, shape_of_reply
-from symbiosis.security.forks import look_for_fork
 from symbiosis.transport.cuda.driver import device_name
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes
 
 if TYPE_CHECKING:
-    from symbiosis.transport.cuda.client import DeviceLine
+    from symbiosis.transport.cuda.client import CudaConnection
 
 logger = logging.getLogger("symbiosis")
 LANE_AFTER_S = 0.5e-3  # a thread that waited so long for the others gets a connection of its own
@@ -81,7 +81,7 @@ class Session(Reconnecting):
         self._local = threading.local()
         self._lanes = Lanes()
         self._counting = threading.Lock()
-        self._lines: dict[torch.device, DeviceLine | None] = {}  # for the calls of GPUs
+        self._lines: dict[torch.device, CudaConnection | None] = {}  # for the calls of GPUs
         self.number = lifetime.register(self)  # at last: others look at those that are registered
         self._key = f"{os.getpid()}-{self.number}-{time.time_ns()}"
 
@@ -214,7 +214,7 @@ class Session(Reconnecting):
             )
         return [result.to(device) for result in self._send(call, payload, shapes)]
 
-    def _line(self, device: torch.device) -> "DeviceLine | None":
+    def _line(self, device: torch.device) -> "CudaConnection | None":
         """Return the line that carries this GPU's calls, or None if they must go through the host."""
         if device not in self._lines:
             with self._lock:
@@ -224,7 +224,7 @@ class Session(Reconnecting):
         return self._lines[device]
 
     @torch.inference_mode(False)  # as for `_connect`
-    def _open_line(self, device: torch.device) -> "DeviceLine | None":
+    def _open_line(self, device: torch.device) -> "CudaConnection | None":
         name = device_name(device)
         welcome = self._connected().welcome
         if not self.stays:
@@ -256,7 +256,7 @@ class Session(Reconnecting):
         return super()._is_reconnect() and not self.lines
 
     @property
-    def lines(self) -> "list[DeviceLine]":
+    def lines(self) -> "list[CudaConnection]":
         return [line for line in self._lines.values() if line is not None]
 
     def _send(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()) -> list[Tensor]:

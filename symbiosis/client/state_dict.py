@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.protocol import Layer
-from symbiosis.security.fingerprint import digest
+from symbiosis.transport.fingerprint import digest
 from symbiosis.transport.tensors import TORCH_DTYPE
 
 LOADER = "transformers.core_model_loading"  # of `from_pretrained` and `load_adapter`

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from symbiosis.base.layer_names import modules_in_base, parameter_in_base
 from symbiosis.client.arguments import a_model
 from symbiosis.client.layers.layer_plan import base_model
 from symbiosis.client.layers.virt_experts import original_of
@@ -13,7 +14,6 @@ from symbiosis.client.state_dict import is_the_executors, may_read
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.client.wrap import DECODES, Model
 from symbiosis.errors import Code, WrapError
-from symbiosis.names import modules_in_base, parameter_in_base
 
 logger = logging.getLogger("symbiosis")
 

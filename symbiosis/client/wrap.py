@@ -11,27 +11,27 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from symbiosis.choice import head_names, is_in
+from symbiosis.base.layer_selection import head_names, is_in
 from symbiosis.client import arguments
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S
 from symbiosis.client.layers.layer_plan import ParameterSite, WrapReport, base_model, parameter_of, plan_wrap
 from symbiosis.client.layers.virt_experts import proxy_of
+from symbiosis.client.nothing_trained import refuse_to_train_nothing
 from symbiosis.client.privacy.masked_session import Plain, Privacy, PrivateSession
 from symbiosis.client.privacy.noise import Noise
 from symbiosis.client.privacy.verify import Proofs
 from symbiosis.client.session import Session
 from symbiosis.client.state_dict import complete, put_in_remote, say_what_is_left_out
 from symbiosis.client.stats import Stats
-from symbiosis.client.untrained import refuse_to_train_nothing
-from symbiosis.client.warn import warn_of_differences, warn_of_heads, warn_when_trained
-from symbiosis.client.weights.assigned import guard_data
+from symbiosis.client.weights.data_assignment import guard_data
 from symbiosis.client.weights.peft_methods import support_peft_methods
+from symbiosis.client.weights.remote_view import Handle
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
-from symbiosis.client.weights.view import Handle
-from symbiosis.endpoints import default_endpoints
+from symbiosis.client.wrap_warnings import warn_of_differences, warn_of_heads, warn_when_trained
 from symbiosis.errors import Code, WrapError
 from symbiosis.protocol import Layer
-from symbiosis.security.fingerprint import digest
+from symbiosis.protocol.endpoints import default_endpoints
+from symbiosis.transport.fingerprint import digest
 from symbiosis.transport.tensors import DTYPE_NAME
 
 logger = logging.getLogger("symbiosis")

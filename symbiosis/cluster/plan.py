@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import yaml
 
-from symbiosis.endpoints import LAST_PORT, is_loopback
+from symbiosis.base.hosts import check_hosts
+from symbiosis.base.yaml_file import read_yaml
 from symbiosis.errors import ConfigError
-from symbiosis.security.hosts import check_hosts
-from symbiosis.security.yaml_file import read_yaml
+from symbiosis.protocol.endpoints import LAST_PORT, is_loopback
 
 NAME = re.compile(r"[\w][\w.-]{0,63}")
 LEAST_FROZEN_S = 1.0  # processes are asked how they are every half second

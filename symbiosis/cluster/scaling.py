@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from symbiosis.cluster.placement import Fleet, Server, State, Wish
+from symbiosis.cluster.placement import Fleet, PlacedServer, RoutingRequest, State
 
 SPARE = 0.1  # of the servers at work: so many more are kept that are lightly loaded
 
@@ -25,14 +25,14 @@ class Change(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-def consolidate(servers: Iterable[Server], requests: Mapping[int, Mapping[int, Wish]]) -> Moves | None:
+def consolidate(servers: Iterable[PlacedServer], requests: Mapping[int, Mapping[int, RoutingRequest]]) -> Moves | None:
     """Return the moves that empty the least busy server, if it is lightly loaded and the other busy ones have room for all that it runs.
 
     Args:
         requests: Of each server, by their numbers.
 
-    >>> busy, light = Server(number=1, model="m", batch=8, running=5), Server(number=2, model="m", batch=8, running=1)
-    >>> consolidate([busy, light], {2: {7: Wish(model="m")}})
+    >>> busy, light = PlacedServer(number=1, model="m", batch=8, running=5), PlacedServer(number=2, model="m", batch=8, running=1)
+    >>> consolidate([busy, light], {2: {7: RoutingRequest(model="m")}})
     Moves(server=2, requests={7: 1})
     """
     working = [each for each in servers if each.state is State.READY and each.running]
@@ -49,7 +49,7 @@ def consolidate(servers: Iterable[Server], requests: Mapping[int, Mapping[int, W
 
 
 def scale(
-    servers: Sequence[Server], waiting: int, least: int, most: int, idle: Collection[int] | None = None
+    servers: Sequence[PlacedServer], waiting: int, least: int, most: int, idle: Collection[int] | None = None
 ) -> Change:
     """Return what to start and what to release. Some lightly loaded servers are always kept, for what comes while others start.
 
@@ -60,9 +60,9 @@ def scale(
         least, most: How many servers the model may have.
         idle: The servers that have been idle for so long that they may end; None: all that are idle.
 
-    >>> scale([Server(number=1, model="m", batch=8, running=5)], 0, 1, 4)
+    >>> scale([PlacedServer(number=1, model="m", batch=8, running=5)], 0, 1, 4)
     Change(start=1, release=(), why='0 are lightly loaded, and 1 should be')
-    >>> scale([Server(number=n, model="m", batch=8) for n in (1, 2, 3)], 0, 1, 4).release
+    >>> scale([PlacedServer(number=n, model="m", batch=8) for n in (1, 2, 3)], 0, 1, 4).release
     (1, 2)
     """
     ready = [each for each in servers if each.state is State.READY]
@@ -86,7 +86,7 @@ def scale(
     return Change(release=release, why=told) if release else Change()
 
 
-def _for_waiting(waiting: int, ready: Sequence[Server], coming: Sequence[Server]) -> int:
+def _for_waiting(waiting: int, ready: Sequence[PlacedServer], coming: Sequence[PlacedServer]) -> int:
     """Return how many more servers the sequences need that wait, beyond those that start."""
     starting = sum(each.batch for each in coming if each.state is State.STARTING)
     return math.ceil(max(0, waiting - starting) / max((each.batch for each in (*ready, *coming)), default=1))

@@ -11,18 +11,18 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from symbiosis import mps
-from symbiosis.config import Options
+from symbiosis.base.logs import set_up_logging
+from symbiosis.base.memory import free_memory, look_at_what_is_new
+from symbiosis.base.procs import when_told_to_end, while_needed
+from symbiosis.executor import mps
 from symbiosis.executor.gpu.headroom import headroom_bytes
+from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.load import load_model, structure
 from symbiosis.executor.model.store import Store, check_patterns
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.observe.prometheus import PrometheusCollector
-from symbiosis.executor.server import Server
-from symbiosis.logs import set_up_logging
-from symbiosis.memory import free_memory, look_at_what_is_new
-from symbiosis.procs import when_told_to_end, while_needed
+from symbiosis.executor.options import Options
 from symbiosis.transport.cuda.words import FIRST_SEGMENT
 
 M_MMAP_THRESHOLD = -3
@@ -78,7 +78,7 @@ def load_and_serve(model_name: str, options: Options) -> None:
         check_patterns(structure(model_name), options.serve)
     store = Store(load_model(model_name, options.dtype, options.device), options.serve, options.integers)
 
-    def ready(server: Server) -> None:
+    def ready(server: ExecutorLoop) -> None:
         endpoints = " ".join(listener.url for listener in server.listeners)
         print(ready_line(model_name, len(store.served()), store.nbytes, endpoints), flush=True)
 
@@ -98,14 +98,14 @@ def ready_line(model_name: str, layers: int, nbytes: int, endpoints: str) -> str
     return f"symbiosis-executor ready: {model_name} ({layers} layers, {nbytes / 2**20:.0f} MiB) at {endpoints}"
 
 
-def serve_store(store: Store, options: Options, pages: Pages | None, ready: Callable[[Server], None]) -> None:
+def serve_store(store: Store, options: Options, pages: Pages | None, ready: Callable[[ExecutorLoop], None]) -> None:
     """Serve these weights until SIGTERM or SIGINT. `ready` is called when clients are answered, unless it is to end by then."""
     if options.workers > (cores := len(os.sched_getaffinity(0))):
         log(logging.WARNING, "more workers than cores: they take turns", workers=options.workers, cores=cores)
     if options.shares_weights:
         store.share_weights()
     look_at_what_is_new()
-    server = Server(store, options)
+    server = ExecutorLoop(store, options)
     log(logging.INFO, "memory", **memory_plan(store, options))
     when_told_to_end(server.drain)
     while_needed(server.retire)

@@ -12,27 +12,27 @@ from typing import BinaryIO
 from msgspec.structs import replace
 from torch import Tensor
 
+from symbiosis.base.curve_keys import Keyring
 from symbiosis.build import build
-from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.account import BUSY_S, ServedSession, busy
-from symbiosis.executor.calls.plan import make_plan
-from symbiosis.executor.compute.engine import Attempt, Engine
-from symbiosis.executor.gpu.cohort import Cohort
+from symbiosis.executor.accounts import BUSY_S, ServedSession, busy
+from symbiosis.executor.call_kinds import DeviceCall, DeviceWork, HostCall, Round, call_error
+from symbiosis.executor.calls.call_plan import make_plan
+from symbiosis.executor.compute.batch_runner import Attempt, BatchRunner
+from symbiosis.executor.gpu.foreseen_batch import ForeseenBatch
 from symbiosis.executor.gpu.train_share import Background
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.model.store import Store
-from symbiosis.executor.observe.figures import LatestFigures
 from symbiosis.executor.observe.join_log import JoinLog
+from symbiosis.executor.observe.latest_figures import LatestFigures
+from symbiosis.executor.options import Options
 from symbiosis.executor.outcomes import Outcomes
 from symbiosis.executor.scheduling.advice import Advisor
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.queue import Item
 from symbiosis.executor.scheduling.rules import IMMEDIATE
 from symbiosis.executor.sessions import Sessions
-from symbiosis.executor.work import DeviceCall, DeviceWork, HostCall, Round, call_error
 from symbiosis.protocol import Call, Hello, Op, Priority, Welcome
-from symbiosis.security.keys import Keyring
 from symbiosis.transport import Peer
 from symbiosis.transport.base import Advice, Direct, GpuPeer, Prepared, RoundWords, Tokens, refuse
 from symbiosis.transport.cuda.driver import device_name
@@ -65,7 +65,7 @@ class Dispatch:
         self.kept_out, self.came_in_vain = register.kept_out, ledger.came_in_vain
         self.commons = store.commons_files
         outcomes = Outcomes(ledger, attempt)
-        self.engine = Engine(
+        self.engine = BatchRunner(
             store,
             outcomes.answered,
             outcomes.answered_together,
@@ -76,7 +76,7 @@ class Dispatch:
         )
         self.gpu, self.device, self.stream = self.engine.gpu, self.engine.device, self.engine.gpu.stream
         self._gpu_name = device_name(self.device) if self.device.type == "cuda" else ""
-        self.cohort = Cohort(batcher, self.gpu.join, outcomes.went_together, self._enqueue)
+        self.cohort = ForeseenBatch(batcher, self.gpu.join, outcomes.went_together, self._enqueue)
         self.background = Background(options.train_share)
         self._advisor = Advisor(batcher.rules.policy.joins, self.device.type == "cuda" and options.train_share < 1)
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))

@@ -13,13 +13,13 @@ import msgspec
 import torch
 from torch import nn
 
-from symbiosis.config import Options, load_options
-from symbiosis.endpoints import is_within_process, socket_path
 from symbiosis.errors import ConfigError
+from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.load import load_model
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import Options, load_options
 from symbiosis.executor.preflight import check
-from symbiosis.executor.server import Server
+from symbiosis.protocol.endpoints import is_within_process, socket_path
 from symbiosis.transport.inproc import new_url
 
 KEEPS = (
@@ -42,7 +42,7 @@ class Executor:
     True
     """
 
-    server_class: type[Server] = Server
+    server_class: type[ExecutorLoop] = ExecutorLoop
 
     def __init__(self, model: nn.Module | str | Path, **options: Any) -> None:
         chosen: Options = load_options({name: _as_said(value) for name, value in options.items()})

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
+from symbiosis.base.logs import worth_logging
 from symbiosis.errors import Code
-from symbiosis.executor.account import ServedSession
-from symbiosis.executor.calls.plan import CallPlan
+from symbiosis.executor.accounts import ServedSession
+from symbiosis.executor.call_kinds import DeviceWork, Repeated, Work
+from symbiosis.executor.calls.call_plan import CallPlan
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.scheduling.queue import Batch
-from symbiosis.executor.work import DeviceWork, Repeated, Work
-from symbiosis.logs import worth_logging
 from symbiosis.protocol import Call, Op, Reply
 from symbiosis.transport.base import Peer
 

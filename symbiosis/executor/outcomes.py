@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from symbiosis.executor.account import ServedSession
+from symbiosis.executor.accounts import ServedSession
+from symbiosis.executor.call_kinds import DeviceWork, Repeated, Work
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.scheduling.queue import Batch
-from symbiosis.executor.work import DeviceWork, Repeated, Work
 from symbiosis.protocol import Reply
 
 

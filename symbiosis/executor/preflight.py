@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from symbiosis import mps, requirements
-from symbiosis.config import Options
-from symbiosis.dtypes import DTYPE_BITS
-from symbiosis.endpoints import is_loopback, open_to_others, parts_of
+from symbiosis.base import requirements
+from symbiosis.base.curve_keys import Keyring
+from symbiosis.base.dtypes import DTYPE_BITS
+from symbiosis.base.folders import check_caches
+from symbiosis.base.memory import free_memory
+from symbiosis.base.ownership import check_socket, make_folder, resolved
 from symbiosis.errors import ConfigError
+from symbiosis.executor import mps
 from symbiosis.executor.model.checkpoint import (
     MODEL,
     check_whole,
@@ -27,10 +30,8 @@ from symbiosis.executor.model.checkpoint import (
 )
 from symbiosis.executor.model.host_room import loading_nbytes
 from symbiosis.executor.observe.audit_log import AuditLog
-from symbiosis.memory import free_memory
-from symbiosis.security.folders import check_caches
-from symbiosis.security.keys import Keyring
-from symbiosis.security.ownership import check_socket, make_folder, resolved
+from symbiosis.executor.options import Options
+from symbiosis.protocol.endpoints import is_loopback, open_to_others, parts_of
 
 DEVICE = re.compile(r"cpu(?::0)?|cuda(?::(\d+))?")
 SMALLER = "end what else runs there, or choose a smaller model"

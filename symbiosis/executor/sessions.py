@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from time import monotonic
 
 from symbiosis.build import build
-from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.account import Account, BytePool, ServedSession, half_of_memory
+from symbiosis.executor.accounts import Account, BytePool, ServedSession, half_of_memory
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.observe.join_log import JoinLog, name_of
 from symbiosis.executor.observe.snapshot import Usage
+from symbiosis.executor.options import Options
 from symbiosis.protocol import VERSION, Hello, differ
 from symbiosis.transport import Peer
 

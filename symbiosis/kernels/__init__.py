@@ -4,7 +4,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from symbiosis.security.folders import check_caches
+from symbiosis.base.folders import check_caches
 
 
 @cache

@@ -12,8 +12,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from symbiosis.base.folders import Use, temporary_folder, user_folder
 from symbiosis.errors import ConfigError
-from symbiosis.security.folders import Use, temporary_folder, user_folder
 
 logger = logging.getLogger("symbiosis")
 COMPILE_S = 60.0

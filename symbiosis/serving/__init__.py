@@ -9,7 +9,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from symbiosis.serving.engine.engine import Engine
+    from symbiosis.serving.engine.llm_engine import Engine
 
 __all__ = ["Engine"]
 
@@ -18,6 +18,6 @@ def __getattr__(name: str) -> Any:
     """Import the engine when it is used: a program that only asks a server needs no torch."""
     if name != "Engine":
         raise AttributeError(f"module 'symbiosis.serving' has no attribute {name!r}")
-    from symbiosis.serving.engine.engine import Engine
+    from symbiosis.serving.engine.llm_engine import Engine
 
     return Engine

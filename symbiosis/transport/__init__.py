@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symbiosis.endpoints import is_within_process, of_rank, parts_of, socket_path
 from symbiosis.errors import CallError, Code, ConnectionLost
 from symbiosis.protocol import Hello
+from symbiosis.protocol.endpoints import is_within_process, of_rank, parts_of, socket_path
 from symbiosis.transport.base import Connection, Listener, Peer, ServerPort, Sharing
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import CPU
 
 if TYPE_CHECKING:
-    from symbiosis.transport.cuda.client import DeviceLine
+    from symbiosis.transport.cuda.client import CudaConnection
 
 __all__ = [
     "Connection",
@@ -69,7 +69,7 @@ def may_go_by_nccl(url: str) -> bool:
     scheme, address = parts_of(url)
     if scheme != "tcp":
         return False
-    from symbiosis.transport.tcp.curve import Address
+    from symbiosis.transport.tcp.tenant_auth import Address
 
     return Address.parse(address).nccl
 
@@ -94,17 +94,17 @@ def _by_nccl(address: str, hello: Hello, timeout: float, device: torch.device, r
 
 def open_line(
     url: str, hello: Callable[[], Hello], device: torch.device, patience: float, sharing: Sharing | None = None
-) -> "DeviceLine | None":
+) -> "CudaConnection | None":
     """Return a line for a GPU's calls that no CPU waits for. If they must go through the host's memory, log why and return None.
     `sharing` is given if the session wants to map the weights."""
     if not may_have_lines(url) or device.type != "cuda":
         return None
-    from symbiosis.transport.cuda.client import DeviceLine
+    from symbiosis.transport.cuda.client import CudaConnection
     from symbiosis.transport.cuda.driver import CudaError
-    from symbiosis.transport.cuda.link import Joining
+    from symbiosis.transport.cuda.handshake import Joining
 
     try:
-        return DeviceLine(Joining(parts_of(url)[1], hello, device, patience, sharing))
+        return CudaConnection(Joining(parts_of(url)[1], hello, device, patience, sharing))
     except (CallError, CudaError) as error:
         logger.warning("%s: calls of %s go through the host's memory, which is slow: %s", url, device, error)
         return None

@@ -7,9 +7,9 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from symbiosis.base.curve_keys import Keyring
 from symbiosis.errors import CallError
 from symbiosis.protocol import LONGEST_TEXT, Call, Hello, Limits, Reply, Welcome
-from symbiosis.security.keys import Keyring
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import Shapes, bytes_tensor
 

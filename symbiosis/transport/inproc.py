@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from symbiosis.base.forks import at_fork, look_for_fork
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
 from symbiosis.protocol import Call, Hello, Refusal, Reply, Welcome, checked
-from symbiosis.security.forks import at_fork, look_for_fork
-from symbiosis.transport.accepted import Answers, accepted
 from symbiosis.transport.base import ServerPort, refuse
 from symbiosis.transport.reactor import Reactor
+from symbiosis.transport.reply_checks import Answers, accepted
 from symbiosis.transport.tensors import CPU, Shapes, cut
 
 OWN_NAME = "executor-"  # begins the name of an executor that was given no endpoint; its number is never used again

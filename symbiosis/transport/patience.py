@@ -5,8 +5,8 @@ import threading
 from collections.abc import Sequence
 from time import monotonic
 
-from symbiosis.endpoints import how_to_start_one
 from symbiosis.errors import ExecutorUnavailable, HandshakeFailed
+from symbiosis.protocol.endpoints import how_to_start_one
 
 logger = logging.getLogger("symbiosis")
 JOIN_S = 10.0  # how long an executor may take to let a client in

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from symbiosis.security.forks import at_fork, look_for_fork
+from symbiosis.base.forks import at_fork, look_for_fork
 
 APART = 16 << 20  # bytes; smaller memory is returned in a few milliseconds
 _PAGE = mmap.PAGESIZE

@@ -15,16 +15,16 @@ from typer.main import get_command
 
 import symbiosis
 from symbiosis.build import STAMP
-from symbiosis.cli import app, executor_app
-from symbiosis.cluster.front.app import Front
-from symbiosis.cluster.front.app import _Collected as CollectedByFront
-from symbiosis.cluster.front.view import View
-from symbiosis.config import load_options
+from symbiosis.cli.main import app, executor_app
+from symbiosis.cluster.router.app import RouterState
+from symbiosis.cluster.router.app import _Collected as CollectedByFront
+from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.errors import Code
 from symbiosis.executor.observe.prometheus import PrometheusCollector
-from symbiosis.serving.engine.figures import Figures
-from symbiosis.serving.http.metrics import Collected
-from symbiosis.serving.http.observer import Observer
+from symbiosis.executor.options import load_options
+from symbiosis.server.metrics import Collected
+from symbiosis.server.observer import Observer
+from symbiosis.serving.engine.engine_stats import EngineStats
 from tests.prometheus import PROMTOOL, needs_prometheus, panels
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +53,8 @@ def metrics(llama: nn.Module, serve: Callable) -> dict[str, set[str]]:
     model = symbiosis.from_executor(executor.endpoint)
     model(model.dummy_inputs["input_ids"])
     collectors = (
-        PrometheusCollector(executor.server.snapshot), Collected(Figures(), Observer(), 0),
-        CollectedByFront(Front(View("none", {}), None)),
+        PrometheusCollector(executor.server.snapshot), Collected(EngineStats(), Observer(), 0),
+        CollectedByFront(RouterState(ServerRegistry("none", {}), None)),
     )  # fmt: skip
     found: dict[str, set[str]] = {}
     for family in (family for collector in collectors for family in collector.collect()):

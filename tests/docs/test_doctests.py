@@ -11,7 +11,7 @@ import symbiosis
 MODULES = [
     name
     for _, name, is_package in pkgutil.walk_packages(symbiosis.__path__, "symbiosis.")
-    if not is_package and not name.startswith("symbiosis.tools.demo.")
+    if not is_package and not name.startswith("symbiosis.demo.")
 ]
 
 

@@ -13,7 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import symbiosis
-from symbiosis.cli import BENCHMARKS, app, executor_app
+from symbiosis.cli.main import BENCHMARKS, app, executor_app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

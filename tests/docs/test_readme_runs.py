@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoTokenizer, TrainerCallback
 
 import symbiosis
+from symbiosis.base import curve_keys
+from symbiosis.cli import pads
 from symbiosis.executor.model.load import DEMO_MODEL, load_model
-from symbiosis.security import keys
-from symbiosis.tools import make_pads
 from tests.docs.test_readme import PROGRAMS
 
 Dataset = pytest.importorskip("datasets").Dataset
@@ -23,8 +23,8 @@ TOKENS = 64
 def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What the README leaves to its reader: a folder with keys and pads, a checkpoint, a tokenizer, data; and two executors."""
     monkeypatch.chdir(tmp_path)
-    keys.generate("executor", tmp_path)
-    keys.generate("alice", tmp_path / "tenants")
+    curve_keys.generate("executor", tmp_path)
+    curve_keys.generate("alice", tmp_path / "tenants")
     (tmp_path / "tenants/alice.key").rename(tmp_path / "alice.key")
     own = {"key": "executor.key", "tenants": "tenants", "integers": [8]}
     north = {"listen": [f"local://{tmp_path}/x.sock", "tcp://127.0.0.1:0"], "operator": "north", **own}
@@ -57,7 +57,7 @@ def test_programs_run_one_after_the_other(scope: dict[str, Any], capsys: pytest.
 
 def test_each_way_to_hide_or_prove_runs(scope: dict[str, Any]) -> None:
     (program,) = [program for program in PROGRAMS if "privacy=" in program]
-    make_pads.make("demo", TOKENS, Path("alice.pads"))
+    pads.make("demo", TOKENS, Path("alice.pads"))
     statements = program.strip().splitlines()
     assert len(statements) == 3
     unsplit, ids = load_model("demo"), scope["tokenizer"]("The return value is", return_tensors="pt").input_ids

@@ -22,9 +22,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from symbiosis.base.reporting import Report
+from symbiosis.demo import data
 from symbiosis.errors import ConfigError
-from symbiosis.tools import demo_data
-from symbiosis.tools.reporting import Report
 from tests.conftest import tiny_llama
 from tests.ranks import ranks_of
 
@@ -146,9 +146,9 @@ def test_a_suite_in_processes_of_its_own() -> None:
 def test_the_training_of_the_demo_model(
     script: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    training, text = script("train_demo_model"), demo_data.base_text()[:20_000]
-    monkeypatch.setattr(demo_data, "base_text", lambda: text)
-    monkeypatch.setattr(demo_data, "python_text", lambda: text)
+    training, text = script("train_demo_model"), data.base_text()[:20_000]
+    monkeypatch.setattr(data, "base_text", lambda: text)
+    monkeypatch.setattr(data, "python_text", lambda: text)
     monkeypatch.setattr(sys, "argv", ["train_demo_model.py", "--steps", "1", "--out", str(tmp_path)])
     assert training.main() == 0
     figures = last_line(capsys.readouterr().out, "train_demo_model")["figures"]
@@ -285,7 +285,7 @@ def test_pefts_own_tests_on_split_models(script: Callable) -> None:
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_bars_of_architectures(equal: bool, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    bench, reporting = script("compat_models"), script("symbiosis.tools.reporting")
+    bench, reporting = script("compat_models"), script("symbiosis.base.reporting")
     report = reporting.Report("compat_models")
     outcome = bench.Outcome("llama", equal={"forward": True, "step": equal}, covered=1.0)
     bench.summarise("causal", [outcome], report)
@@ -549,7 +549,7 @@ def test_a_mutant_is_killed_and_the_module_itself_is_not() -> None:
 import sys; sys.path.insert(0, {str(SCRIPTS)!r})
 from pathlib import Path
 import mutants
-file = Path("symbiosis/serving/pool.py")
+file = Path("symbiosis/serving/kv_cache/page_pool.py")
 source = file.read_text()
 wrong = source.replace("self._free", "self._flee", 1)
 assert wrong != source

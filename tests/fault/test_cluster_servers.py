@@ -17,16 +17,16 @@ import msgspec
 import pytest
 
 import symbiosis
-from symbiosis.cluster.front.started import FrontStarted
-from symbiosis.clusters import Member, Told, folder_of, tell
+from symbiosis.base.ownership import make_folder
+from symbiosis.cluster.router.router_options import RouterOptions
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.security.ownership import make_folder
+from symbiosis.protocol.cluster_state import Member, Told, folder_of, tell
 from symbiosis.serving import Engine
 from symbiosis.serving.engine.loop import Loop
 from tests.fault_proxy import FaultProxy
 from tests.serving_api import Api, client, eventually, http_process, is_up, web
 
-FRONT = "from symbiosis.cluster.front.process import main; import sys; main(sys.argv[1])"
+FRONT = "from symbiosis.cluster.router.router_process import main; import sys; main(sys.argv[1])"
 LONG: dict[str, Any] = {"model": "demo", "prompt": "def average(numbers):", "max_tokens": 200, "extra_body": {"ignore_eos": True}}  # fmt: skip
 DRAWS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 7, "n": 2}, {"temperature": 1.5, "top_p": 0.9, "seed": 1}]  # fmt: skip
 
@@ -70,7 +70,7 @@ def front_end(folder: Path, *urls: str) -> Iterator[str]:
     make_folder(folder_of("test"))
     tell_of(*urls)
     with socket.create_server(("127.0.0.1", 0)) as listener, (folder / "stderr").open("w") as log:
-        started = msgspec.json.encode(FrontStarted(cluster="test", listener=listener.fileno())).decode()
+        started = msgspec.json.encode(RouterOptions(cluster="test", listener=listener.fileno())).decode()
         process = subprocess.Popen(
             [sys.executable, "-c", FRONT, started], pass_fds=[listener.fileno()], stdout=subprocess.DEVNULL, stderr=log
         )

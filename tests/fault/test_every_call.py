@@ -15,10 +15,10 @@ from torch.nn.functional import linear
 
 import symbiosis
 from symbiosis.client.session import Session
-from symbiosis.config import Options
 from symbiosis.errors import Code, ProtocolError
+from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.store import Store
-from symbiosis.executor.server import Server
+from symbiosis.executor.options import Options
 from symbiosis.protocol import (
     MAGIC_REPLY,
     Call,
@@ -174,7 +174,7 @@ def test_every_call_is_answered_or_refused(url: str, executor: symbiosis.Executo
 class GpuPeer(Peer):
     """The executor's end of a GPU's connection, at a server that computes on the CPU."""
 
-    def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, server: ExecutorLoop, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.server, self._inbox, self._gone = server, server.dispatch, False
         self._words.memory = bytearray(4096)
@@ -210,7 +210,7 @@ class GpuPeer(Peer):
 @often
 def test_every_call_of_a_gpu_is_made_or_refused(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as no GPU is needed for it."""
-    server = Server(Store(EveryKind(), ["*"], [8]), Options(policy="immediate", **{**LIMITS, "integers": (8,)}))
+    server = ExecutorLoop(Store(EveryKind(), ["*"], [8]), Options(policy="immediate", **{**LIMITS, "integers": (8,)}))
     monkeypatch.setattr(server.gpu, "forget", lambda works: None)  # waits for streams
     calls, codes, innocent, mean = Calls(server.store.manifest, times), Counter[Code](), *(
         GpuPeer(server, monkeypatch) for _ in range(2)
@@ -250,7 +250,7 @@ def test_groups_of_an_op_that_has_none_are_refused(op: Op, executor: symbiosis.E
 
 def test_figures_and_ids_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids that no CPU has checked break a GPU for everybody."""
-    server = Server(Store(EveryKind(), ["*"]), Options(policy="immediate"))
+    server = ExecutorLoop(Store(EveryKind(), ["*"]), Options(policy="immediate"))
     peer = GpuPeer(server, monkeypatch)
     embedding = [layer.name for layer in server.store.manifest].index("embedding")
     for call in (Call(Op.STATS, 0, "float32"), Call(Op.LOOKUP, embedding, "float32", (3,))):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import zmq
 
+from symbiosis.base.curve_keys import generate
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code, ConnectionLost
 from symbiosis.protocol import (
@@ -28,11 +29,10 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
-from symbiosis.security.keys import generate
 from symbiosis.transport.tcp import gate, lookout
-from symbiosis.transport.tcp.curve import MORE_THAN_JOIN, Address
 from symbiosis.transport.tcp.listener import REFUSALS
 from symbiosis.transport.tcp.lookout import FIRST_BYTES
+from symbiosis.transport.tcp.tenant_auth import MORE_THAN_JOIN, Address
 from tests.conftest import tiny_llama
 from tests.processes import Bystander, Executor, killed_at_the_end, p99, save_tiny_llama, until
 from tests.realm import ECHO, WAIT_S, Raw, Realm, echoes

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import DebertaV2Config, DebertaV2ForMaskedLM, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import symbiosis
+from symbiosis.cli import top
 from symbiosis.client.connection.lifetime import beat_every
 from symbiosis.client.session import Session
-from symbiosis.endpoints import of_rank
 from symbiosis.errors import CallError, Code, ConfigError, ProtocolError, SymbiosisError, WrapError
 from symbiosis.executor.model.store import Store
 from symbiosis.protocol import (
@@ -44,13 +44,13 @@ from symbiosis.protocol import (
     encode_control,
     encode_reply,
 )
-from symbiosis.security.fingerprint import model_fingerprint
+from symbiosis.protocol.endpoints import of_rank
 from symbiosis.text import shown
-from symbiosis.tools import top
 from symbiosis.transport import connect
-from symbiosis.transport.accepted import Answers
+from symbiosis.transport.fingerprint import model_fingerprint
 from symbiosis.transport.local import peer as local
 from symbiosis.transport.local.segment import Slab
+from symbiosis.transport.reply_checks import Answers
 from symbiosis.transport.tcp import peer as zeromq
 from tests.conftest import MODELS, tiny_llama
 from tests.frames import only_used
@@ -415,9 +415,9 @@ def test_another_model_is_refused_by_the_client_itself(scheme: str, tmp_path: Pa
 @pytest.mark.parametrize("name", MODELS)
 def test_the_client_knows_what_a_reply_must_be(op: Op, name: str, serve: Callable) -> None:
     """As the executor does, for every op on every layer."""
-    from symbiosis.executor.calls.validate import check_call
+    from symbiosis.executor.calls.validation import check_call
 
-    store, options = Store(MODELS[name](), ("*",)), symbiosis.config.Options(allow_read=True)
+    store, options = Store(MODELS[name](), ("*",)), symbiosis.executor.options.Options(allow_read=True)
     welcome = replace(welcome_of(MODELS[name]()), manifest=store.manifest)
     answers, checked = Answers(welcome), 0
     for number, layer in enumerate(store.manifest):

@@ -20,8 +20,8 @@ import pytest
 
 import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
+from symbiosis.server.ipc.pulse import SILENT_S
 from symbiosis.serving import Engine
-from symbiosis.serving.http.link.pulse import SILENT_S
 from tests.secret_files import write_secret
 from tests.serving_api import Api, Command, client, eventually, http_process, web
 
@@ -279,7 +279,7 @@ def test_a_step_that_takes_too_long_ends_the_server() -> None:
 
 STARVES = """
 import resource
-from symbiosis.serving.model import Served
+from symbiosis.serving.runner.model_runner import Served
 
 def forward(self, step, forward=Served.forward):
     if b"x" * 8 not in bytes(step.segments[0].sequence.tokens):
@@ -293,7 +293,7 @@ LIMIT = "resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY
 
 
 LATE = """
-from symbiosis.tools.serve import run
+from symbiosis.server.launch import run
 
 def http_code(*given, code=run.http_code):
     _, module, started = code(*given)

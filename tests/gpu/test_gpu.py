@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import symbiosis
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import remote_weights
-from symbiosis.config import Options
+from symbiosis.demo.processes import executor
 from symbiosis.executor.daemon import memory_plan
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import Options
 from symbiosis.kernels.integers import modular_product, product_by_parts, quantise
-from symbiosis.tools.processes import executor
 from symbiosis.transport.cuda import driver as cuda_driver
 from symbiosis.transport.cuda.driver import PinnedMemory
 from symbiosis.transport.patience import JOIN_S

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import symbiosis
-from symbiosis.transport.cuda import link as cuda_link
+from symbiosis.transport.cuda import handshake as cuda_link
 from symbiosis.transport.cuda.driver import WRITE_32, MemOp, MemOps
 from tests.conftest import tiny_llama, wide_llama
 from tests.gpu.test_gpu_line import WAIT_S, Processes, line_of, processes, serve_forever

@@ -34,7 +34,7 @@ from symbiosis.protocol import (
     encode_control,
 )
 from symbiosis.transport.cuda import peer as cuda
-from symbiosis.transport.cuda.elsewhere import Place, Staging
+from symbiosis.transport.cuda.remote_gpu import Place, Staging
 from symbiosis.transport.cuda.words import BELL, CURRENT, aligned
 
 NBYTES, ROWS = 4096, (4, 8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from symbiosis.executor.gpu.gathers import Gathers, buffer_bytes
+from symbiosis.executor.gpu.weight_gathers import Gathers, buffer_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda:0")

@@ -19,15 +19,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from symbiosis.config import Options
 from symbiosis.errors import Code
-from symbiosis.executor.calls.plan import make_plan
-from symbiosis.executor.compute.engine import Engine
+from symbiosis.executor.call_kinds import DeviceCall
+from symbiosis.executor.calls.call_plan import make_plan
+from symbiosis.executor.compute.batch_runner import BatchRunner
 from symbiosis.executor.gpu.launcher import GRAPH_AFTER
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import Options
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
 from symbiosis.executor.scheduling.ranking import AGING_S
-from symbiosis.executor.work import DeviceCall
 from symbiosis.protocol import Call, Op
 from symbiosis.transport.tensors import DTYPE_NAME
 
@@ -101,11 +101,11 @@ def call_of(client: Client, store: Store, call: Call, number: int) -> tuple[Devi
     return work, memory
 
 
-def one_layer() -> tuple[Engine, Store, Client]:
+def one_layer() -> tuple[BatchRunner, Store, Client]:
     """An engine with a layer of 256 × 512, and a client whose calls it may launch alone."""
     torch.manual_seed(1)
     store = Store(nn.Sequential(nn.Linear(256, 512)).to(DEVICE))
-    engine = Engine(store, lambda *_: None, lambda _: None)
+    engine = BatchRunner(store, lambda *_: None, lambda _: None)
     engine.gpu.use_stream()
     client = Client()
     client.count = lambda batch: None  # type: ignore[method-assign]
@@ -165,7 +165,7 @@ def test_joined_calls_are_right_to_within_one_rounding(dtype: torch.dtype, case:
     first, *others = (n for n, layer in enumerate(store.manifest) if layer.kind == "linear")
     op = Op.DGRAD if kind == "gradient" else Op.FORWARD
     joined: list[Batch] = []
-    engine = Engine(store, lambda *_: None, joined.append)
+    engine = BatchRunner(store, lambda *_: None, joined.append)
     engine.gpu.use_stream()
     width = sum(outputs) if op is Op.DGRAD else inputs
     works, memories = [], []

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import symbiosis
-from symbiosis import mps
 from symbiosis.errors import ConfigError
+from symbiosis.executor import mps
 from symbiosis.kernels.gpu import shareable_memory
-from symbiosis.transport.cuda import step as cuda_step
+from symbiosis.transport.cuda import captured_step as cuda_step
 from tests.conftest import tiny_llama, wide_llama
 from tests.gpu.test_gpu_line import (
     ENOUGH,

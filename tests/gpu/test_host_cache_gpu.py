@@ -18,7 +18,7 @@ pytestmark = [
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch, small_blocks: None) -> None:  # noqa: F811
     """What comes back does so in several."""
-    monkeypatch.setattr("symbiosis.attention.copies.PIECE_BYTES", 1)
+    monkeypatch.setattr("symbiosis.offload.copies.PIECE_BYTES", 1)
 
 
 @pytest.mark.parametrize("chunk", [None, 11])

@@ -18,15 +18,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import symbiosis
 from symbiosis.serving import Engine
-from symbiosis.serving.adapters.library import Library
-from symbiosis.serving.adapters.residency import Residency
-from symbiosis.serving.adapters.sites import Sites
-from symbiosis.serving.alone import make_ready
-from symbiosis.serving.choosing.sampling import begin_choice
-from symbiosis.serving.gpu import runner
-from symbiosis.serving.gpu.beside import Beside
+from symbiosis.serving.lora.adapter_cache import AdapterCache
+from symbiosis.serving.lora.registry import AdapterRegistry
+from symbiosis.serving.lora.target_layers import TargetLayers
 from symbiosis.serving.request import Request, Sampling
-from symbiosis.serving.step import Sequence
+from symbiosis.serving.runner import cuda_graph_runner
+from symbiosis.serving.runner.dense_runner import make_ready
+from symbiosis.serving.runner.parallel_streams import ParallelStreams
+from symbiosis.serving.sampling.sampler import begin_choice
+from symbiosis.serving.scheduler.scheduler_output import Sequence
 from tests.adapters import Made, off, run, saved, sequence_of, step_over
 from tests.conftest import wide_llama
 from tests.gpu.test_gpu_line import Processes
@@ -57,7 +57,9 @@ DTYPES = [torch.float32] if INTERPRETED else list(AS_ALONE)
 def kernels_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     if INTERPRETED:
-        monkeypatch.setattr("symbiosis.serving.paged.is_for", lambda device, dtype: dtype in runner.DTYPES)
+        monkeypatch.setattr(
+            "symbiosis.serving.runner.paged_runner.is_for", lambda device, dtype: dtype in cuda_graph_runner.DTYPES
+        )
         monkeypatch.setattr("symbiosis.kernels.gpu.paged_attention.split_for", lambda *_: 1)
 
 
@@ -111,9 +113,9 @@ def test_every_kind_in_one_batch_has_the_logits_it_has_alone(tmp_path: Path, dty
     made = saved_kinds(base, tmp_path)
     served = make_ready(deepcopy(base), 1 << 24)
     assert served.runner is not None and served.fetcher is not None
-    residency = Residency(served.arena, served.blocks.make_room, served.fetcher)
-    sites = Sites(served, residency)
-    library = Library(served)
+    residency = AdapterCache(served.arena, served.blocks.make_room, served.fetcher)
+    sites = TargetLayers(served, residency)
+    library = AdapterRegistry(served)
     served.serve(16, 128)
     generator = torch.Generator().manual_seed(3)
     asked = []
@@ -145,8 +147,8 @@ def test_all_rows_of_a_long_prompt_have_the_logits_that_they_have_alone(tmp_path
     base = llama()
     made = saved_kinds(base, tmp_path)
     served = make_ready(deepcopy(base), 1 << 24)
-    residency = Residency(served.arena, served.blocks.make_room, served.fetcher)
-    sites, library = Sites(served, residency), Library(served)
+    residency = AdapterCache(served.arena, served.blocks.make_room, served.fetcher)
+    sites, library = TargetLayers(served, residency), AdapterRegistry(served)
     tokens = torch.randint(3, 96, (150,), generator=torch.Generator().manual_seed(3)).tolist()
     for name in ("rank 7", "lm_head"):
         folder, alone = made[name]
@@ -164,13 +166,13 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(tmp_path: Path, monkeypat
     base = llama()
     made = {name: saved(base, lora(4), tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b"))}
     served = make_ready(deepcopy(base), 1 << 24)
-    residency = Residency(served.arena, served.blocks.make_room, served.fetcher)
-    sites, library = Sites(served, residency), Library(served)
+    residency = AdapterCache(served.arena, served.blocks.make_room, served.fetcher)
+    sites, library = TargetLayers(served, residency), AdapterRegistry(served)
     adapters = {name: library.add(name, folder) for name, (folder, _) in made.items()}
     assert all(map(residency.fetch, adapters.values())) and sites
     run(served, [(sequence_of([5], adapters["a"]), 1)])
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr("symbiosis.serving.gpu.adapting.Records.fill", raises(MemoryError))
+        patched.setattr("symbiosis.serving.lora.gpu_lora.Records.fill", raises(MemoryError))
         run(served, [(sequence_of([5], adapters["b"]), 1)])
     logits = run(served, [(sequence_of([5], adapters["b"]), 1)])
     assert off(logits[0], made["b"][1](input_ids=torch.tensor([[5]], device=DEVICE)).logits[0, -1].float()) < 2e-5
@@ -222,15 +224,15 @@ def test_layers_that_run_beside_one_another_compute_what_they_did(
         if by_executor:
             model = symbiosis.wrap(model, request.getfixturevalue("endpoint"))
         served = make_ready(model, 1 << 26)
-        residency = Residency(served.arena, served.blocks.make_room, served.fetcher)
-        sites = Sites(served, residency)
-        adapter = Library(served).add("r8", folder)
+        residency = AdapterCache(served.arena, served.blocks.make_room, served.fetcher)
+        sites = TargetLayers(served, residency)
+        adapter = AdapterRegistry(served).add("r8", folder)
         assert residency.fetch(adapter) and sites
         served.serve(4, 64)
         if beside:
             count_what_runs_beside(served.runner.adapting._beside, ran)
         else:
-            served.runner.adapting._beside = Beside(torch.device("cpu"), 0, 0)
+            served.runner.adapting._beside = ParallelStreams(torch.device("cpu"), 0, 0)
         sequences = [sequence_of(range(3, 3 + n), of) for n, of in ((5, adapter), (9, None), (12, adapter))]
         logits = [run(served, [(sequence, len(sequence.tokens)) for sequence in sequences])]
         for token in range(20, 28):  # as it is, then captured, then replayed
@@ -242,7 +244,7 @@ def test_layers_that_run_beside_one_another_compute_what_they_did(
     assert torch.equal(*found)
 
 
-def count_what_runs_beside(beside: Beside, ran: list[int]) -> None:
+def count_what_runs_beside(beside: ParallelStreams, ran: list[int]) -> None:
     run_all = beside.run
 
     def counting(*things: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import symbiosis
-from symbiosis import cli
+from symbiosis.cli import main
 from symbiosis.client import arguments
 from symbiosis.client.connection import reconnect
 from symbiosis.errors import ExecutorUnavailable, SymbiosisError
@@ -355,6 +355,6 @@ COMMANDS: dict[str, str] = {
 def test_a_command_refuses_by_name(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     program, *words = command.split()
-    done = CliRunner().invoke(cli.app if program == "symbiosis" else cli.executor_app, words)
+    done = CliRunner().invoke(main.app if program == "symbiosis" else main.executor_app, words)
     assert done.exit_code == 2, done.output
     assert COMMANDS[command] in done.output and "Traceback" not in done.output

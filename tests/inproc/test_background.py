@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis.config import Options
-from symbiosis.executor import dispatch, server
-from symbiosis.executor.account import Account, ServedSession
+from symbiosis.executor import dispatch, loop
+from symbiosis.executor.accounts import Account, ServedSession
+from symbiosis.executor.call_kinds import DeviceCall, DeviceWork, Round, RoundKey
 from symbiosis.executor.dispatch import TOLD_S
 from symbiosis.executor.gpu.train_share import DECODES_S, Background
+from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import Options
 from symbiosis.executor.scheduling.queue import Batch
-from symbiosis.executor.server import Server
-from symbiosis.executor.work import DeviceCall, DeviceWork, Round, RoundKey
 from symbiosis.protocol import Call, Op, Priority, Reply
 from symbiosis.transport.base import Direct, RoundWords, Tokens
 
@@ -173,10 +173,10 @@ class Executor:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.now = 1.0
-        for module in (server, dispatch):
+        for module in (loop, dispatch):
             monkeypatch.setattr(module, "monotonic", lambda: self.now)
         store = Store(torch.nn.Sequential(torch.nn.Linear(8, 8)))
-        self.server, self.engine = Server(store, Options(train_share=SHARE, **options)), Engine()
+        self.server, self.engine = ExecutorLoop(store, Options(train_share=SHARE, **options)), Engine()
         self.server.engine = self.server.gpu = self.server.dispatch.gpu = self.engine  # type: ignore[assignment]
         self.works: dict[Priority, Any] = {priority: self.prepared(priority) for priority in Priority}
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import symbiosis
+from symbiosis.base.ownership import make_folder
+from symbiosis.cli import top
 from symbiosis.client.session import Session
-from symbiosis.clusters import Member, Told, folder_of, tell
 from symbiosis.errors import ConfigError, ExecutorUnavailable
 from symbiosis.executor.model.load import load_model
 from symbiosis.protocol import Op
-from symbiosis.security.ownership import make_folder
-from symbiosis.tools import top
+from symbiosis.protocol.cluster_state import Member, Told, folder_of, tell
 
 IDS = torch.tensor([list(b"def average(numbers):")])
 

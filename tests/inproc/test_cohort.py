@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis.executor.account import Account
-from symbiosis.executor.gpu.cohort import Cohort
+from symbiosis.executor.accounts import Account
+from symbiosis.executor.gpu.foreseen_batch import ForeseenBatch
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.queue import Item
 from symbiosis.executor.scheduling.rules import IMMEDIATE, OPPORTUNISTIC, Policy
@@ -27,7 +27,7 @@ class Executor:
         self.now, self.answered, self.products = 1.0, Counter[int](), list[list[int]]()
         self.failing = False
         self.batcher = Batcher(policy, MAX_WAIT, MAX_ROWS, spread=spread)
-        self.cohort = Cohort(self.batcher, self.launch, lambda works, waited, seconds: None, self.enqueue)
+        self.cohort = ForeseenBatch(self.batcher, self.launch, lambda works, waited, seconds: None, self.enqueue)
         self.peers = {number: self.join(number) for number in range(1, sessions + 1)}
         self._numbers = 0
 

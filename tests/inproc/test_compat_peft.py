@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import symbiosis
 from scripts.compat_peft import CASES, MAPPED, ORDERS, attempt, batch, build, perturb, run_case, unsplit
+from symbiosis.client.weights.remote_sum import RemoteSum
 from symbiosis.client.weights.remote_weight import RemoteWeight
-from symbiosis.client.weights.sum import RemoteSum
 from symbiosis.errors import WeightRead, WeightWrite
 
 EXPECTED = {  # outcome of W>P, of P>W

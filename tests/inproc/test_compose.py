@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.work import RoundKey
+from symbiosis.executor.call_kinds import RoundKey
 from symbiosis.protocol import Priority
 from tests.inproc.test_background import WORDS, Executor
 

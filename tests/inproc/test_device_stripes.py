@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from symbiosis.errors import ConfigError, ProtocolError
-from symbiosis.executor.ranks.exchange import Exchange, close, part_of
+from symbiosis.executor.ranks.descriptor_exchange import Exchange, close, part_of
 from symbiosis.executor.ranks.rank import must_have_descriptors
 from symbiosis.protocol import Layer
-from symbiosis.transport.cuda import striped_weights
-from symbiosis.transport.cuda.striped_weights import PAGE, RunLayout
+from symbiosis.transport.cuda import gpu_stripes
+from symbiosis.transport.cuda.gpu_stripes import PAGE, RunLayout
 
 
 def layer(name: str, *shape: int) -> Layer:
@@ -93,11 +93,11 @@ def test_where_a_tensor_passes_from_rank_to_rank() -> None:
 
 def test_a_rank_that_hands_over_too_little_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("must_have_such_pages", "enter"):
-        monkeypatch.setattr(striped_weights, name, lambda device: None)
-    monkeypatch.setattr(striped_weights, "created", lambda nbytes, device: 1)
+        monkeypatch.setattr(gpu_stripes, name, lambda device: None)
+    monkeypatch.setattr(gpu_stripes, "created", lambda nbytes, device: 1)
     layout = RunLayout(MODEL, (1.0, 1.0), TIED)
     with pytest.raises(ProtocolError, match="rank 1 has handed over fewer pieces of memory than it holds"):
-        striped_weights.mapped(layout, {0: [1] * len(layout.runs), 1: [1]}, None)  # type: ignore[arg-type]
+        gpu_stripes.mapped(layout, {0: [1] * len(layout.runs), 1: [1]}, None)  # type: ignore[arg-type]
 
 
 def descriptors(count: int) -> list[int]:

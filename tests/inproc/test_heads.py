@@ -11,7 +11,7 @@ from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from torch import Tensor, nn
 
 import symbiosis
-from symbiosis.choice import HEADS, head_names, is_in
+from symbiosis.base.layer_selection import HEADS, head_names, is_in
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import ConfigError, WrapError
 from symbiosis.executor.model.store import Store

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import symbiosis
-from symbiosis.attention.copies import AllCopies
-from symbiosis.attention.host_layer import FEW_ROWS, SLACK, HostLayer
-from symbiosis.attention.host_memory import HostMemory
-from symbiosis.attention.seen import Masks
 from symbiosis.errors import ConfigError, OutOfHostMemory
 from symbiosis.kernels.paged_attention import How
+from symbiosis.offload.copies import AllCopies
+from symbiosis.offload.host_layer import FEW_ROWS, SLACK, HostLayer
+from symbiosis.offload.host_memory import HostMemory
+from symbiosis.offload.masks import Masks
 from tests.conftest import tiny_llama
 from tests.inproc.test_serving_models import CONFIGS, ONE_BY_ONE, built
 
@@ -40,14 +40,14 @@ def batch() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.attention.host_layer.compiled", lambda dtype: None)
+    monkeypatch.setattr("symbiosis.offload.host_layer.compiled", lambda dtype: None)
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens fill several."""
-    monkeypatch.setattr("symbiosis.attention.blocks.MOST", 16)
-    monkeypatch.setattr("symbiosis.attention.host_layer.SLACK", 0)
+    monkeypatch.setattr("symbiosis.offload.host_blocks.MOST", 16)
+    monkeypatch.setattr("symbiosis.offload.host_layer.SLACK", 0)
 
 
 def made(name: str) -> nn.Module:
@@ -333,6 +333,6 @@ def test_what_cannot_be_is_refused(batch: dict[str, torch.Tensor]) -> None:
 def test_a_context_that_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     model = built(CONFIGS["llama"]())
     cache = symbiosis.offload_cache(model)
-    monkeypatch.setattr("symbiosis.attention.host_memory.free_memory", lambda: 1 << 20)
+    monkeypatch.setattr("symbiosis.offload.host_memory.free_memory", lambda: 1 << 20)
     with torch.no_grad(), pytest.raises(OutOfHostMemory, match="shorten the context"):
         model(torch.ones(1, FEW_ROWS + 1, dtype=torch.long), past_key_values=cache)

@@ -9,7 +9,7 @@ import torch
 
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.account import ALWAYS_ROOM, Account
+from symbiosis.executor.accounts import ALWAYS_ROOM, Account
 from symbiosis.protocol import (
     Bye,
     Call,

@@ -24,18 +24,18 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 import symbiosis
+from symbiosis.cli import top
 from symbiosis.client.connection import reconnect
 from symbiosis.client.direct import rule
-from symbiosis.client.direct.ways import Way, following
+from symbiosis.client.direct.step_routes import Way, following
 from symbiosis.client.layers.virt_layer import is_multiplied_here
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import CallError, WeightRead
-from symbiosis.executor.account import MOST_COUNTED
+from symbiosis.executor.accounts import MOST_COUNTED
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.scheduling import advice
 from symbiosis.protocol import Op, Priority, View
-from symbiosis.tools import top
 from symbiosis.transport.base import Advice, Direct
 from symbiosis.transport.local import client as local_client
 from symbiosis.transport.local import listener, shared_page
@@ -572,7 +572,7 @@ def test_who_comes_by_tcp_or_hides_rows_maps_nothing(
 
 def test_rates_and_sharing_exclude_each_other() -> None:
     with pytest.raises(symbiosis.errors.ConfigError, match="no rate limit can slow them down"):
-        symbiosis.config.Options(share_weights=True, max_tenant_rows_per_s=5)
+        symbiosis.executor.options.Options(share_weights=True, max_tenant_rows_per_s=5)
 
 
 SHARING: list[tuple[bool, dict[str, Any]]] = [
@@ -591,7 +591,7 @@ SHARING: list[tuple[bool, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("shares", "options"), SHARING, ids=str)
 def test_weights_are_shared_unless_something_that_was_said_excludes_it(shares: bool, options: dict[str, Any]) -> None:
-    assert symbiosis.config.Options(**{"listen": ("local:///a",), **options}).shares_weights is shares
+    assert symbiosis.executor.options.Options(**{"listen": ("local:///a",), **options}).shares_weights is shares
 
 
 @pytest.mark.parametrize("options", [{}, {"share_weights": True}, {"share_weights": False}], ids=str)

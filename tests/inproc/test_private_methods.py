@@ -12,10 +12,10 @@ from torch import Tensor
 
 import symbiosis
 from scripts.compat_peft import BY_LEVEL, run_case, unsplit
+from symbiosis.cli.pads import make
 from symbiosis.client.layers.groups import GroupMember
 from symbiosis.errors import CallError, Code, WrapError
 from symbiosis.protocol import Op, Priority
-from symbiosis.tools.make_pads import make
 from tests.conftest import tiny_llama
 from tests.inproc.test_compat_peft import BY_NAME
 from tests.private import one_step, tampered

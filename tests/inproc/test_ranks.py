@@ -19,12 +19,12 @@ import symbiosis
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.errors import CallError, ConfigError, ExecutorUnavailable, WrapError
+from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.sample import sample_of
 from symbiosis.executor.model.stripes import StripedModel
-from symbiosis.executor.server import Server
 from symbiosis.protocol import ELSEWHERE, Hello, Op
-from symbiosis.transport.accepted import accepted
 from symbiosis.transport.local.striped_weights import PAGE
+from symbiosis.transport.reply_checks import accepted
 from tests.conftest import MODELS, tiny_llama
 from tests.processes import save_tiny_llama, until
 from tests.ranks import free_port, ranks_of
@@ -245,7 +245,7 @@ def test_any_rank_answers_where_each_has_a_part_of_every_tensor(model: Path, tmp
         assert torch.equal(again(ids).logits, expected)
 
 
-def calls_of(server: Server, op: Op) -> int:
+def calls_of(server: ExecutorLoop, op: Op) -> int:
     return sum(totals.calls for (_, made), totals in server.ledger.totals.items() if made is op)
 
 

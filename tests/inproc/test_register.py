@@ -16,6 +16,8 @@ import torch
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
+from symbiosis.base.curve_keys import generate
+from symbiosis.base.logs import JsonFormatter, TextFormatter
 from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.ledger import Ledger
@@ -23,9 +25,7 @@ from symbiosis.executor.model.store import Store
 from symbiosis.executor.observe.audit_log import AuditLog
 from symbiosis.executor.observe.join_log import MOST_TOLD_APART, JoinLog
 from symbiosis.executor.observe.prometheus import PrometheusCollector
-from symbiosis.logs import JsonFormatter, TextFormatter
 from symbiosis.protocol import Hello, Op, Refusal, decode_from_executor, encode_control
-from symbiosis.security.keys import generate
 from tests.conftest import tiny_llama
 from tests.processes import until
 from tests.realm import Raw, Realm, echoes

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from symbiosis.errors import AdapterError
-from symbiosis.serving.adapters.library import Library
-from symbiosis.serving.adapters.residency import Residency
-from symbiosis.serving.adapters.sites import Sites
-from symbiosis.serving.alone import make_ready
-from symbiosis.serving.model import Served
+from symbiosis.serving.lora.adapter_cache import AdapterCache
+from symbiosis.serving.lora.registry import AdapterRegistry
+from symbiosis.serving.lora.target_layers import TargetLayers
+from symbiosis.serving.runner.dense_runner import make_ready
+from symbiosis.serving.runner.model_runner import ModelRunner
 from tests.adapters import Configure, Made, off, run, saved, sequence_of
 
 TINY = {
@@ -103,10 +103,10 @@ class Serving:
 
     def __init__(self, model: nn.Module, memory: int = MEMORY) -> None:
         self.base = deepcopy(model)
-        self.served: Served = make_ready(model, memory)
-        self.library = Library(self.served)
-        self.residency = Residency(self.served.arena)
-        self.sites = Sites(self.served, self.residency)
+        self.served: ModelRunner = make_ready(model, memory)
+        self.library = AdapterRegistry(self.served)
+        self.residency = AdapterCache(self.served.arena)
+        self.sites = TargetLayers(self.served, self.residency)
 
     def together(self, made: dict[str, Made]) -> dict[str, float]:
         """How far the logits of each are off those that it has alone: after a prompt, and after one token more."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from symbiosis.serving.gpu.compiled import compile_layers, put_in_place
+from symbiosis.serving.runner.compiled_layers import compile_layers, put_in_place
 
 GROUPS = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("self_attn", ("o_proj",)), ("mlp", ("gate_proj", "up_proj")), ("mlp", ("down_proj",)))  # fmt: skip
 

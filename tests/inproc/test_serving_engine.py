@@ -32,14 +32,14 @@ import symbiosis
 from symbiosis.client.direct.mapped import Mapped
 from symbiosis.errors import ConfigError, ExecutorUnavailable, UnknownAdapter
 from symbiosis.protocol import Priority
+from symbiosis.server.ipc.engine_ipc import LENGTH, EngineReady, Outputs, Submit, framed, from_engine
+from symbiosis.server.ipc.engine_server import EngineServer
 from symbiosis.serving import Engine
-from symbiosis.serving.adapters import files
-from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.engine.reader import GenerationFailed
-from symbiosis.serving.http.link.engine_side import Link
-from symbiosis.serving.http.link.messages import LENGTH, Outputs, Submit, Welcome, framed, from_engine
+from symbiosis.serving.lora import adapter_files
+from symbiosis.serving.lora.adapter_cache import AdapterCache
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
-from symbiosis.serving.step import Step
+from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput
 from symbiosis.transport.base import Tokens
 
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
@@ -578,7 +578,7 @@ def test_an_idle_engine_that_was_slow_once_aborts_no_request(monkeypatch: pytest
     with Engine(demo(), memory=1 << 24, policy="abort", first_token_s=2.0) as engine:
         forward = engine._served.forward
 
-        def slow(step: Step) -> torch.Tensor:
+        def slow(step: SchedulerOutput) -> torch.Tensor:
             monkeypatch.setattr(engine._served, "forward", forward)
             time.sleep(3.0)
             return forward(step)
@@ -674,7 +674,7 @@ def told_when_one_comes_in_the_middle(
         sampling = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
         engine.submit(Request(id=id, prompt=tuple(prompt), adapter=adapter, sampling=sampling), outputs.put)
 
-    def asked(step: Step) -> bool:
+    def asked(step: SchedulerOutput) -> bool:
         if next(layers) == 1:
             ask(2, short)
         return gives_way(step)
@@ -732,19 +732,19 @@ def test_each_request_is_answered_by_its_adapter(options: dict[str, Any], ahead:
 def test_an_adapter_is_read_and_brought_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token of an adapter on disk comes as soon as that of one that is there, if others are before it in any case."""
     happened: list[str] = []
-    is_brought, read, put = threading.Event(), files._read, Residency._put
+    is_brought, read, put = threading.Event(), adapter_files._read, AdapterCache._put
 
     def noted_read(file: Path) -> memoryview:
         happened.append(f"read {file.parent.name}")
         return read(file)
 
-    def noted_put(self: Residency, adapter: Any, count: int) -> None:
+    def noted_put(self: AdapterCache, adapter: Any, count: int) -> None:
         put(self, adapter, count)
         happened.append(f"brought {adapter.name}")
         is_brought.set()
 
-    monkeypatch.setattr(files, "_read", noted_read)
-    monkeypatch.setattr(Residency, "_put", noted_put)
+    monkeypatch.setattr(adapter_files, "_read", noted_read)
+    monkeypatch.setattr(AdapterCache, "_put", noted_put)
     with Engine(demo(), tokenizer(), adapters=DEMO / "adapters", memory=1 << 24, max_batch=1) as engine:
         before = Ask(engine, 0, PROMPTS[0], max_tokens=400, temperature=0.0, ignore_eos=True)
         before.outputs.get(timeout=60)
@@ -899,8 +899,8 @@ def test_a_text_longer_than_the_memory_is_served_if_its_windows_fit(layers: list
 
 def test_what_a_step_tells_crosses_to_http_as_one_message(engine: Engine) -> None:
     ours, theirs = socket.socketpair()
-    welcome = Welcome(model="m", longest=engine.longest, most_tokens=9, vocabulary=engine.vocabulary)
-    link = Link(engine, ours, welcome)
+    welcome = EngineReady(model="m", longest=engine.longest, most_tokens=9, vocabulary=engine.vocabulary)
+    link = EngineServer(engine, ours, welcome)
     sampling = Sampling(max_tokens=12, ignore_eos=True, seed=1)
     theirs.sendall(framed(Submit(Request(id=3, prompt=(5, 6, 7), sampling=sampling, completions=8))))
     sizes: list[int] = []

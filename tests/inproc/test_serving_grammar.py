@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import symbiosis
 from symbiosis.errors import ConfigError
 from symbiosis.serving import Engine
-from symbiosis.serving.choosing import grammar
-from symbiosis.serving.choosing.grammar import Grammar, Grammars
-from symbiosis.serving.choosing.schema_cost import check_schema
-from symbiosis.serving.engine import following
 from symbiosis.serving.engine.limits import Unfit
 from symbiosis.serving.engine.reader import GenerationFailed
 from symbiosis.serving.request import Output, Request, Sampling
+from symbiosis.serving.sampling import grammar, guided_decoding
+from symbiosis.serving.sampling.grammar import Grammar, Grammars
+from symbiosis.serving.sampling.schema_cost import check_schema
 
 pytestmark = pytest.mark.long
 
@@ -226,7 +225,7 @@ def test_a_text_whose_next_tokens_are_not_found_in_time_ends_and_the_others_go_o
 ) -> None:
     """It is not begun again at once, nor is another one of its tenant."""
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(following, "LATE_S", 0.5)
+    monkeypatch.setattr(guided_decoding, "LATE_S", 0.5)
     find, let_go = Grammar._mask, threading.Event()
 
     def mask(self: Grammar) -> bytes:

@@ -25,19 +25,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import symbiosis
 from symbiosis.errors import AdapterError, ConfigError, UnknownAdapter
 from symbiosis.serving import Engine
-from symbiosis.serving.adapters import files
-from symbiosis.serving.adapters import library as library_module
-from symbiosis.serving.adapters.files import check_finite
-from symbiosis.serving.adapters.folder import Folder, State
-from symbiosis.serving.adapters.kinds import LoadedAdapter
-from symbiosis.serving.adapters.library import FIXED_BYTES, Library
-from symbiosis.serving.adapters.refusals import MANY, REFUSED_S
-from symbiosis.serving.adapters.residency import Residency
-from symbiosis.serving.adapters.sites import Sites
-from symbiosis.serving.alone import make_ready
-from symbiosis.serving.gpu.books import Fetcher
-from symbiosis.serving.gpu.groups import find_groups
-from symbiosis.serving.model import Served
+from symbiosis.serving.lora import adapter_files
+from symbiosis.serving.lora import registry as library_module
+from symbiosis.serving.lora.adapter_cache import AdapterCache
+from symbiosis.serving.lora.adapter_files import check_finite
+from symbiosis.serving.lora.adapter_folder import Folder, State
+from symbiosis.serving.lora.adapter_kinds import LoadedAdapter
+from symbiosis.serving.lora.gpu_staging import Fetcher
+from symbiosis.serving.lora.refusals import MANY, REFUSED_S
+from symbiosis.serving.lora.registry import FIXED_BYTES, AdapterRegistry
+from symbiosis.serving.lora.target_layers import TargetLayers
+from symbiosis.serving.runner.dense_runner import make_ready
+from symbiosis.serving.runner.model_runner import ModelRunner
+from symbiosis.serving.runner.shared_inputs import find_groups
 from tests.adapters import off, run, saved, sequence_of
 
 MEMORY = 1 << 22
@@ -59,7 +59,7 @@ def lora(**options: Any) -> LoraConfig:
 
 
 @pytest.fixture(scope="module")
-def served() -> Served:
+def served() -> ModelRunner:
     return make_ready(llama(), MEMORY)
 
 
@@ -170,14 +170,14 @@ def test_values_that_are_not_finite_once_scaled(change: Callable[[Path], None], 
         )
     )(folder)
     with pytest.raises(AdapterError, match="infinite or not numbers: scaled, they are beyond what torch.float16 holds"):
-        Library(served).add("mine", folder)
+        AdapterRegistry(served).add("mine", folder)
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_is_wrong_is_said_when_it_is_loaded(name: str, served: Served, folder: Path) -> None:
+def test_what_is_wrong_is_said_when_it_is_loaded(name: str, served: ModelRunner, folder: Path) -> None:
     damage, message = DAMAGES[name]
     damage(folder)
-    library = Library(served)
+    library = AdapterRegistry(served)
     with pytest.raises(AdapterError, match=message) as refusal:
         library.add("mine", folder)
     assert str(refusal.value).startswith("adapter 'mine': ") and "\n" not in str(refusal.value)
@@ -185,27 +185,29 @@ def test_what_is_wrong_is_said_when_it_is_loaded(name: str, served: Served, fold
         library.get("mine")
 
 
-def test_a_tensor_of_another_shape_is_said_to_be_so_where_peft_computes(served: Served, tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_is_said_to_be_so_where_peft_computes(served: ModelRunner, tmp_path: Path) -> None:
     mine, _ = saved(llama(), LoHaConfig(r=4, target_modules=["q_proj"], task_type=TaskType.CAUSAL_LM), tmp_path / "a")
     tensors(lambda t: t.update({Q + "hada_w1_a": torch.ones(3, 5)}))(mine)
     with pytest.raises(
         AdapterError, match="^adapter 'mine': [a-z0-9_.]*hada_w1_a is 3 x 5, and this base needs 64 x 4"
     ):
-        Library(served).add("mine", mine)
+        AdapterRegistry(served).add("mine", mine)
 
 
-def test_a_file_may_be_as_large_as_the_memory_or_the_option_allows(served: Served, good: Path, folder: Path) -> None:
+def test_a_file_may_be_as_large_as_the_memory_or_the_option_allows(
+    served: ModelRunner, good: Path, folder: Path
+) -> None:
     size = (good / "adapter_model.safetensors").stat().st_size
     too_little: dict[str, Any] = {"most_file_bytes": size - 1}
     enough: list[dict[str, Any]] = [{"most_file_bytes": size}, {**too_little, "memory": size + FIXED_BYTES}]
     for limits in enough:
-        assert Library(served, folder.parent, **limits).get("mine").name == "mine"
-        assert Library(served, **limits).add("other", good).name == "other"
+        assert AdapterRegistry(served, folder.parent, **limits).get("mine").name == "mine"
+        assert AdapterRegistry(served, **limits).add("other", good).name == "other"
     with pytest.raises(
         AdapterError, match=f"has {size} bytes, and may have {size - 1}: start the server with more --ada"
     ):
-        Library(served, **too_little).add("other", good)
-    library = Library(served, folder.parent, **too_little)
+        AdapterRegistry(served, **too_little).add("other", good)
+    library = AdapterRegistry(served, folder.parent, **too_little)
     with pytest.raises(AdapterError, match="--max-adapter-bytes"):
         library.get("mine")
     assert list(library.look(lambda: False).problems) == ["mine"]
@@ -222,31 +224,31 @@ def test_an_engine_reads_files_as_large_as_it_is_told(good: Path) -> None:
             engine.add("mine", good)
 
 
-def test_ranks_above_the_limit(served: Served, good: Path) -> None:
+def test_ranks_above_the_limit(served: ModelRunner, good: Path) -> None:
     with pytest.raises(AdapterError, match="rank is 4 .*, and this server takes 3 at most"):
-        Library(served, max_rank=3).add("mine", good)
+        AdapterRegistry(served, max_rank=3).add("mine", good)
 
 
 def test_more_than_the_memory_holds(tmp_path: Path) -> None:
     small, (large, _) = make_ready(llama(), 24 << 10), saved(llama(), lora(r=64), tmp_path)
     with pytest.raises(AdapterError, match=r"pages of \d+ bytes, more than half .* give the server more memory"):
-        Library(small).add("mine", large)
+        AdapterRegistry(small).add("mine", large)
 
 
 @pytest.mark.parametrize(
     "name", ["", ".hidden", "../mine", "a/b/c", "a b", "a\x1b[2J", "x" * 200, "/etc", "a/../b", "ä"]
 )
-def test_names_with_odd_characters(name: str, served: Served, good: Path, folder: Path) -> None:
+def test_names_with_odd_characters(name: str, served: ModelRunner, good: Path, folder: Path) -> None:
     with pytest.raises(AdapterError, match="cannot be named") as refusal:
-        Library(served).add(name, good)
+        AdapterRegistry(served).add(name, good)
     assert str(refusal.value).isprintable()
     with pytest.raises(UnknownAdapter):
-        Library(served, folder.parent).get(name)
+        AdapterRegistry(served, folder.parent).get(name)
 
 
-def test_no_adapter_has_the_bases_name(served: Served, good: Path, folder: Path) -> None:
+def test_no_adapter_has_the_bases_name(served: ModelRunner, good: Path, folder: Path) -> None:
     shutil.copytree(good, folder.parent / "base")
-    library = Library(served, folder.parent, base="base")
+    library = AdapterRegistry(served, folder.parent, base="base")
     with pytest.raises(AdapterError, match="cannot be named 'base', which is the base's name"):
         library.add("base", good)
     for ask in (library.get, library.check):
@@ -265,16 +267,16 @@ def test_publish_does_not_take_the_bases_name() -> None:
         assert engine.adapter_names() == ["other"]
 
 
-def test_a_name_that_leads_out_of_the_folder(served: Served, good: Path, folder: Path) -> None:
+def test_a_name_that_leads_out_of_the_folder(served: ModelRunner, good: Path, folder: Path) -> None:
     (folder.parent / "out").symlink_to(good)
-    library = Library(served, folder.parent)
+    library = AdapterRegistry(served, folder.parent)
     assert library.names() == ["mine"]
     with pytest.raises(AdapterError, match="adapter 'out': it is a link to a folder outside of that of --adapters"):
         library.get("out")
 
 
-def test_another_load_of_a_name_is_another_version(served: Served, good: Path) -> None:
-    library = Library(served)
+def test_another_load_of_a_name_is_another_version(served: ModelRunner, good: Path) -> None:
+    library = AdapterRegistry(served)
     replaced = []
     library.on_replaced = replaced.append
     first = library.add("mine", good)
@@ -286,8 +288,8 @@ def test_another_load_of_a_name_is_another_version(served: Served, good: Path) -
         library.remove("mine")
 
 
-def test_a_folder_is_looked_into_when_asked(served: Served, good: Path, folder: Path) -> None:
-    library = Library(served, folder.parent)
+def test_a_folder_is_looked_into_when_asked(served: ModelRunner, good: Path, folder: Path) -> None:
+    library = AdapterRegistry(served, folder.parent)
     assert library.names() == ["mine"] and library.loaded() == []
     first = library.get("mine")
     assert library.get("mine") is first and library.loaded() == [first]
@@ -301,8 +303,8 @@ def test_a_folder_is_looked_into_when_asked(served: Served, good: Path, folder: 
         library.get("mine")
 
 
-def test_one_that_was_removed_comes_back_when_its_folder_changes(served: Served, folder: Path) -> None:
-    library = Library(served, folder.parent)
+def test_one_that_was_removed_comes_back_when_its_folder_changes(served: ModelRunner, folder: Path) -> None:
+    library = AdapterRegistry(served, folder.parent)
     library.remove("mine")
     assert library.names() == []
     with pytest.raises(UnknownAdapter):
@@ -311,8 +313,8 @@ def test_one_that_was_removed_comes_back_when_its_folder_changes(served: Served,
     assert library.get("mine").name == "mine" and library.names() == ["mine"]
 
 
-def test_one_whose_folder_is_gone_leaves_the_memory_when_it_is_removed(served: Served, folder: Path) -> None:
-    library, replaced = Library(served, folder.parent), []
+def test_one_whose_folder_is_gone_leaves_the_memory_when_it_is_removed(served: ModelRunner, folder: Path) -> None:
+    library, replaced = AdapterRegistry(served, folder.parent), []
     library.on_replaced = replaced.append
     mine = library.get("mine")
     shutil.rmtree(folder)
@@ -323,23 +325,23 @@ def test_one_whose_folder_is_gone_leaves_the_memory_when_it_is_removed(served: S
 
 
 def test_asking_for_one_of_thousands_scans_no_folder(
-    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+    served: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = Library(served, folder.parent)
+    library = AdapterRegistry(served, folder.parent)
     monkeypatch.setattr(os, "scandir", lambda *_: pytest.fail("the folder was scanned"))
     library.get("mine")
     library.get("mine")
 
 
 def test_thousands_are_listed_once_for_all_who_ask(
-    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+    served: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(2000):
         copy = folder.parent / f"a{number}"
         copy.mkdir()
         for file in folder.iterdir():
             os.link(file, copy / file.name)
-    library = Library(served, folder.parent)
+    library = AdapterRegistry(served, folder.parent)
     scans, scandir = [], os.scandir
 
     def counted(path: Path) -> Any:
@@ -367,9 +369,9 @@ class CountedStates(UserDict[str, State]):
 
 
 def test_an_unknown_name_makes_no_list_of_thousands(
-    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+    served: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, (state,) = Library(served, folder.parent), Folder(folder.parent).states().values()
+    library, (state,) = AdapterRegistry(served, folder.parent), Folder(folder.parent).states().values()
     states = CountedStates({"mine": state, **{f"n{number:04}": state for number in range(5000)}})
     monkeypatch.setattr(Folder, "states", lambda self: states)
     library.add("added", folder)
@@ -388,7 +390,7 @@ def test_a_folder_that_takes_long_to_list_is_listed_seldom(folder: Path, monkeyp
         return made(self, path)
 
     monkeypatch.setattr(Folder, "_list", slow)
-    monkeypatch.setattr("symbiosis.serving.adapters.folder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("symbiosis.serving.lora.adapter_folder.time.monotonic", lambda: now[0])
     adapters = Folder(folder.parent)
     for _ in range(100):
         assert list(adapters.states()) == ["mine"]
@@ -403,10 +405,10 @@ def copies(folder: Path, *names: str) -> None:
         shutil.copytree(folder, folder.parent / name)
 
 
-def test_what_lies_in_the_folder_is_let_go_for_others_and_read_again(served: Served, folder: Path) -> None:
+def test_what_lies_in_the_folder_is_let_go_for_others_and_read_again(served: ModelRunner, folder: Path) -> None:
     copies(folder, "b", "c")
-    size = Library(served, folder.parent).get("mine").bytes + FIXED_BYTES
-    library = Library(served, folder.parent, memory=2 * size)
+    size = AdapterRegistry(served, folder.parent).get("mine").bytes + FIXED_BYTES
+    library = AdapterRegistry(served, folder.parent, memory=2 * size)
     mine, b = library.get("mine"), library.get("b")
     assert library.get("mine") is mine
     library.get("c")
@@ -420,7 +422,7 @@ def test_what_lies_in_the_folder_is_let_go_for_others_and_read_again(served: Ser
 
 
 @pytest.fixture
-def packs() -> Served:
+def packs() -> ModelRunner:
     """A model with what packs adapters for a GPU."""
     model, served = llama(), make_ready(llama(), MEMORY)
     served.fetcher = Fetcher(served.arena, find_groups(model, lambda: model(input_ids=torch.tensor([PROMPT])), None))
@@ -430,7 +432,7 @@ def packs() -> Served:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("alpha", [4, 11])
 def test_only_numbers_are_read_again_into_pages(
-    packs: Served, folder: Path, alpha: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    packs: ModelRunner, folder: Path, alpha: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = folder / "adapter_model.safetensors"
     save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
@@ -438,12 +440,12 @@ def test_only_numbers_are_read_again_into_pages(
     copies(folder, "b")
     with monkeypatch.context() as patch:
         patch.setattr("symbiosis.kernels.file_rows.can_read", lambda *_: False)
-        by_torch = Library(packs).add("mine", folder).packed
-    library = Library(packs, folder.parent, memory=Library(packs).add("b", folder).bytes + FIXED_BYTES)
+        by_torch = AdapterRegistry(packs).add("mine", folder).packed
+    library = AdapterRegistry(packs, folder.parent, memory=AdapterRegistry(packs).add("b", folder).bytes + FIXED_BYTES)
     first = library.get("mine")
     library.get("b")
     with monkeypatch.context() as patch:
-        patch.setattr("symbiosis.serving.adapters.library.read_folder", None)
+        patch.setattr("symbiosis.serving.lora.registry.read_folder", None)
         again = library.get("mine")
     assert again.version == first.version and again.parts.keys() == first.parts.keys()
     for each in by_torch.layout.runs:
@@ -456,10 +458,10 @@ def test_only_numbers_are_read_again_into_pages(
     "damage", [lambda file: file.write_bytes(b"short"), lambda file: file.touch(), lambda file: file.unlink()]
 )
 def test_an_adapter_that_changes_while_it_is_read_again_is_another(
-    packs: Served, folder: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+    packs: ModelRunner, folder: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies(folder, "b")
-    library = Library(packs, folder.parent, memory=Library(packs).add("b", folder).bytes + FIXED_BYTES)
+    library = AdapterRegistry(packs, folder.parent, memory=AdapterRegistry(packs).add("b", folder).bytes + FIXED_BYTES)
     version, file = library.get("mine").version, folder / "adapter_model.safetensors"
     library.get("b")
     whole, read_again = file.read_bytes(), packs.fetcher.read_again
@@ -476,12 +478,14 @@ def test_an_adapter_that_changes_while_it_is_read_again_is_another(
 
 
 def test_numbers_are_looked_at_again_only_if_the_files_changed(
-    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+    served: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[str] = []
-    monkeypatch.setattr(files, "_is_finite", lambda tensor: looked.append("at a tensor") or True)
+    monkeypatch.setattr(adapter_files, "_is_finite", lambda tensor: looked.append("at a tensor") or True)
     copies(folder, "b")
-    library = Library(served, folder.parent, memory=Library(served, folder.parent).get("mine").bytes + FIXED_BYTES)
+    library = AdapterRegistry(
+        served, folder.parent, memory=AdapterRegistry(served, folder.parent).get("mine").bytes + FIXED_BYTES
+    )
     version = library.get("mine").version
     assert looked
     library.get("b")  # "mine" is let go for it
@@ -494,7 +498,7 @@ def test_numbers_are_looked_at_again_only_if_the_files_changed(
 
 def slow_to_read(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Let the files of an adapter be read no further until the second event is set. The first one tells that somebody reads them."""
-    is_reading, may_go_on, read = threading.Event(), threading.Event(), files._read
+    is_reading, may_go_on, read = threading.Event(), threading.Event(), adapter_files._read
 
     def slow(file: Path) -> memoryview:
         if file.parent.name == name:
@@ -502,16 +506,16 @@ def slow_to_read(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.
             assert may_go_on.wait(20)
         return read(file)
 
-    monkeypatch.setattr(files, "_read", slow)
+    monkeypatch.setattr(adapter_files, "_read", slow)
     return is_reading, may_go_on
 
 
 def test_an_adapter_that_takes_long_to_read_holds_up_no_other(
-    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+    served: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies(folder, "other")
     is_reading, may_go_on = slow_to_read("mine", monkeypatch)
-    library = Library(served, folder.parent)
+    library = AdapterRegistry(served, folder.parent)
     with ThreadPoolExecutor(2) as pool:
         mine = [pool.submit(library.get, "mine") for _ in range(2)]
         assert is_reading.wait(20)
@@ -525,10 +529,10 @@ def test_an_adapter_that_takes_long_to_read_holds_up_no_other(
 
 
 def test_what_is_read_again_because_it_has_changed_is_not_there(
-    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+    served: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests for it wait where those for others do not."""
-    library = Library(served, folder.parent)
+    library = AdapterRegistry(served, folder.parent)
     library.get("mine")
     os.utime(folder / "adapter_model.safetensors")
     is_reading, may_go_on = slow_to_read("mine", monkeypatch)
@@ -541,7 +545,7 @@ def test_what_is_read_again_because_it_has_changed_is_not_there(
 
 
 def test_a_defect_in_one_ends_no_look_at_the_others(
-    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+    served: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies(folder, "a", "z")
     read = library_module.read_folder
@@ -552,16 +556,16 @@ def test_a_defect_in_one_ends_no_look_at_the_others(
         return read(path, *rest)
 
     monkeypatch.setattr(library_module, "read_folder", broken)
-    library = Library(served, folder.parent)
+    library = AdapterRegistry(served, folder.parent)
     assert library.look(lambda: False).problems == {"a": "adapter 'a': RuntimeError"}
     assert {adapter.name for adapter in library.loaded()} == {"mine", "z"}
 
 
 @pytest.mark.parametrize("how", ["found", "found again", "given"])
 def test_what_is_removed_while_it_is_read_stays_removed(
-    how: str, served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, served: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, replaced = Library(served, folder.parent), []
+    library, replaced = AdapterRegistry(served, folder.parent), []
     library.on_replaced = replaced.append
     if how == "found again":
         library.get("mine")
@@ -581,14 +585,14 @@ def test_what_is_removed_while_it_is_read_stays_removed(
 
 
 def test_a_refused_adapter_is_not_read_again_at_each_request(
-    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+    served: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, reads = [100.0], []
-    monkeypatch.setattr("symbiosis.serving.adapters.refusals.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(files, "_read", lambda file, read=files._read: reads.append(file) or read(file))
+    monkeypatch.setattr("symbiosis.serving.lora.refusals.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(adapter_files, "_read", lambda file, read=adapter_files._read: reads.append(file) or read(file))
     whole, file = (folder / "adapter_model.safetensors").read_bytes(), folder / "adapter_model.safetensors"
     file.write_bytes(whole[:100])
-    library = Library(served, folder.parent)
+    library = AdapterRegistry(served, folder.parent)
 
     def ask() -> int:
         reads.clear()
@@ -603,8 +607,8 @@ def test_a_refused_adapter_is_not_read_again_at_each_request(
     assert library.get("mine").name == "mine", "a change is seen at once"
 
 
-def test_what_was_refused_is_not_offered_until_it_changes(served: Served, good: Path, folder: Path) -> None:
-    library, cut = Library(served, folder.parent), Path(shutil.copytree(good, folder.parent / "cut"))
+def test_what_was_refused_is_not_offered_until_it_changes(served: ModelRunner, good: Path, folder: Path) -> None:
+    library, cut = AdapterRegistry(served, folder.parent), Path(shutil.copytree(good, folder.parent / "cut"))
     cut_off(cut)
     assert library.names() == ["cut", "mine"], "nobody has looked at it yet"
     library.check("cut")
@@ -620,8 +624,10 @@ def test_what_was_refused_is_not_offered_until_it_changes(served: Served, good: 
     library.check("cut")
 
 
-def test_a_folder_that_is_no_adapter_says_so_when_it_is_asked_for(served: Served, good: Path, folder: Path) -> None:
-    library = Library(served, folder.parent)
+def test_a_folder_that_is_no_adapter_says_so_when_it_is_asked_for(
+    served: ModelRunner, good: Path, folder: Path
+) -> None:
+    library = AdapterRegistry(served, folder.parent)
     (folder.parent / "empty").mkdir()
     (folder.parent / "out").symlink_to(good)
     (folder.parent / "file").write_text("")
@@ -637,9 +643,9 @@ def test_a_folder_that_is_no_adapter_says_so_when_it_is_asked_for(served: Served
             library.get(name)
 
 
-def test_refusals_of_what_has_gone_are_forgotten(served: Served, folder: Path) -> None:
+def test_refusals_of_what_has_gone_are_forgotten(served: ModelRunner, folder: Path) -> None:
     cut_off(folder)
-    library = Library(served, folder.parent)
+    library = AdapterRegistry(served, folder.parent)
     for number in range(3 * MANY):
         moved = folder.rename(folder.parent / f"a{number}")
         with pytest.raises(AdapterError, match="cut off"):
@@ -648,7 +654,7 @@ def test_refusals_of_what_has_gone_are_forgotten(served: Served, folder: Path) -
     assert len(library._refusals) <= MANY + 1
 
 
-def test_all_are_looked_at_before_they_are_asked_for(served: Served, good: Path, folder: Path) -> None:
+def test_all_are_looked_at_before_they_are_asked_for(served: ModelRunner, good: Path, folder: Path) -> None:
     parent = folder.parent
     for name, damage in (
         ("cut", cut_off),
@@ -663,21 +669,21 @@ def test_all_are_looked_at_before_they_are_asked_for(served: Served, good: Path,
     (parent / "link").symlink_to(good)
     (parent / ".git").mkdir()
     (parent / "loop").symlink_to(parent / "loop")
-    library = Library(served, parent)
+    library = AdapterRegistry(served, parent)
     looked = library.look(lambda: False)
     assert sorted(adapter.name for adapter in library.loaded()) == ["mine", "other"] and not looked.left
     assert sorted(looked.problems) == ["cut", "link", "named so!", "odd", "pickle"]
     wanted = {"cut": "cut off", "odd": "ODD", "pickle": "a pickle", "link": "outside", "named so!": "cannot be named"}
     assert all(text in looked.problems[name] for name, text in wanted.items()), looked.problems
     asked = iter([False])
-    assert Library(served, parent).look(lambda: next(asked, True)).left == 3
-    full = Library(served, parent, memory=library.bytes - 1)
+    assert AdapterRegistry(served, parent).look(lambda: next(asked, True)).left == 3
+    full = AdapterRegistry(served, parent, memory=library.bytes - 1)
     assert full.look(lambda: False).left and len(full.loaded()) == 1
 
 
-def test_what_was_sent_stays_and_more_than_fits_is_refused(served: Served, good: Path, folder: Path) -> None:
-    size = Library(served).add("mine", good).bytes + FIXED_BYTES
-    library = Library(served, folder.parent, memory=2 * size)
+def test_what_was_sent_stays_and_more_than_fits_is_refused(served: ModelRunner, good: Path, folder: Path) -> None:
+    size = AdapterRegistry(served).add("mine", good).bytes + FIXED_BYTES
+    library = AdapterRegistry(served, folder.parent, memory=2 * size)
     library.get("mine")
     for name in ("a", "b"):
         library.add(name, good)
@@ -690,13 +696,13 @@ def test_what_was_sent_stays_and_more_than_fits_is_refused(served: Served, good:
     assert library.get("mine").name == "mine"
 
 
-def test_the_model_looks_as_before(served: Served, good: Path) -> None:
+def test_the_model_looks_as_before(served: ModelRunner, good: Path) -> None:
     model = llama()
     names, structure = list(model.state_dict()), str(model)
     made = make_ready(model, MEMORY)
-    library, sites = Library(made), None
-    residency = Residency(made.arena)
-    sites = Sites(made, residency)
+    library, sites = AdapterRegistry(made), None
+    residency = AdapterCache(made.arena)
+    sites = TargetLayers(made, residency)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     adapter = library.add("mine", good)
     assert residency.fetch(adapter)
@@ -722,8 +728,8 @@ def test_a_base_that_an_executor_holds(tmp_path: Path) -> None:
     made = {name: saved(base, kind(), tmp_path / name) for name, kind in KINDS.items()}
     with symbiosis.Executor(deepcopy(base)) as executor:
         served = make_ready(symbiosis.from_executor(executor.endpoint), MEMORY)
-        library, residency = Library(served), Residency(served.arena)
-        Sites(served, residency)
+        library, residency = AdapterRegistry(served), AdapterCache(served.arena)
+        TargetLayers(served, residency)
         adapters = {name: library.add(name.replace(" ", "-"), folder) for name, (folder, _) in made.items()}
         assert all(residency.fetch(adapter) for adapter in adapters.values())
         logits = run(served, [(sequence_of(PROMPT, adapter), 5) for adapter in adapters.values()])
@@ -761,8 +767,12 @@ def lie_within(adapter: LoadedAdapter, memory: Tensor) -> list[bool]:
 
 def test_more_adapters_of_peft_than_there_are_pages_come_and_go(by_peft: list[tuple[Path, Tensor]]) -> None:
     served = make_ready(llama(), 20 * PAGE)
-    library, residency, pool = Library(served), Residency(served.arena, served.blocks.make_room), served.arena.pool
-    Sites(served, residency)
+    library, residency, pool = (
+        AdapterRegistry(served),
+        AdapterCache(served.arena, served.blocks.make_room),
+        served.arena.pool,
+    )
+    TargetLayers(served, residency)
     adapters = [library.add(f"a{number}", path) for number, (path, _) in enumerate(by_peft)]
     assert sum(residency.pages_of(adapter) for adapter in adapters) > pool.total
     for _ in range(2):
@@ -783,8 +793,8 @@ def test_more_adapters_of_peft_than_there_are_pages_come_and_go(by_peft: list[tu
 
 def test_a_tensor_that_finds_no_pages_in_a_row_counts_all_the_same(by_peft: list[tuple[Path, Tensor]]) -> None:
     served = make_ready(llama(), 64 * PAGE)
-    library, residency, pool = Library(served), Residency(served.arena), served.arena.pool
-    Sites(served, residency)
+    library, residency, pool = AdapterRegistry(served), AdapterCache(served.arena), served.arena.pool
+    TargetLayers(served, residency)
     pages = pool.take(pool.total)
     pool.give_back(page for page in pages if page % 2)
     path, wanted = by_peft[2]
@@ -796,15 +806,15 @@ def test_a_tensor_that_finds_no_pages_in_a_row_counts_all_the_same(by_peft: list
 
 def test_what_is_larger_than_half_of_the_memory_is_refused(by_peft: list[tuple[Path, Tensor]]) -> None:
     with pytest.raises(AdapterError, match=r"it takes \d+ pages .* more than half of the server's memory"):
-        Library(make_ready(llama(), 10 * PAGE)).add("head", by_peft[2][0])
+        AdapterRegistry(make_ready(llama(), 10 * PAGE)).add("head", by_peft[2][0])
 
 
 def test_one_that_is_let_go_while_it_is_used_comes_again_as_itself(
-    served: Served, by_peft: list[tuple[Path, Tensor]]
+    served: ModelRunner, by_peft: list[tuple[Path, Tensor]]
 ) -> None:
     parent = by_peft[0][0].parent
-    memory = max(Library(served).add("a", path).bytes for path, _ in by_peft) + FIXED_BYTES
-    library, residency = Library(served, parent, memory=memory), Residency(served.arena)
+    memory = max(AdapterRegistry(served).add("a", path).bytes for path, _ in by_peft) + FIXED_BYTES
+    library, residency = AdapterRegistry(served, parent, memory=memory), AdapterCache(served.arena)
     library.on_let_go = lambda old: residency.forget(old.version)
     first = library.get("a0")
     assert residency.fetch(first)
@@ -823,8 +833,8 @@ def test_one_that_is_let_go_while_it_is_used_comes_again_as_itself(
 # ---------------------------------------------------------------- published by a program that trains
 
 
-def test_publish_copies_the_adapter_as_it_is_now(served: Served) -> None:
-    library = Library(served)
+def test_publish_copies_the_adapter_as_it_is_now(served: ModelRunner) -> None:
+    library = AdapterRegistry(served)
     model = peft.get_peft_model(llama(), lora())
     parameters = [p for p in model.parameters() if p.requires_grad]
     versions = []
@@ -839,10 +849,10 @@ def test_publish_copies_the_adapter_as_it_is_now(served: Served) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_published_is_what_would_be_saved(name: str, served: Served, tmp_path: Path) -> None:
+def test_what_is_published_is_what_would_be_saved(name: str, served: ModelRunner, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = peft.get_peft_model(llama(), KINDS[name]())
-    library = Library(served)
+    library = AdapterRegistry(served)
     symbiosis.publish(model, "mine", library)
     model.save_pretrained(tmp_path)
     mine, theirs = library.get("mine"), library.add("saved", tmp_path)
@@ -882,7 +892,7 @@ def server() -> Iterator[tuple[str, type[Server]]]:
     http.server_close()
 
 
-def test_publish_to_a_url(server: tuple[str, type[Server]], served: Served) -> None:
+def test_publish_to_a_url(server: tuple[str, type[Server]], served: ModelRunner) -> None:
     url, there = server
     model = peft.get_peft_model(llama(), lora())
     symbiosis.publish(model, "team/mine", url, key="secret")
@@ -909,18 +919,18 @@ def test_publish_to_one_model_of_several(server: tuple[str, type[Server]], end: 
     ]
 
 
-def test_publish_refuses(served: Served) -> None:
+def test_publish_refuses(served: ModelRunner) -> None:
     model = peft.get_peft_model(llama(), lora())
     with pytest.raises(AdapterError, match=r"LlamaForCausalLM has no adapter: publish takes what peft.get_peft_model"):
-        symbiosis.publish(llama(), "mine", Library(served))
+        symbiosis.publish(llama(), "mine", AdapterRegistry(served))
     with pytest.raises(AdapterError, match="it has default"):
-        symbiosis.publish(model, "mine", Library(served), adapter="other")
+        symbiosis.publish(model, "mine", AdapterRegistry(served), adapter="other")
     with pytest.raises(AdapterError, match="cannot be named"):
-        symbiosis.publish(model, "../mine", Library(served))
+        symbiosis.publish(model, "../mine", AdapterRegistry(served))
     for url in ("localhost:8000", "http://", "http://[::1", "symbiosis://demo"):
         with pytest.raises(ConfigError, match="not the URL of a server"):
             symbiosis.publish(model, "mine", url)
     with pytest.raises(ConfigError, match="no server answers"):
         symbiosis.publish(model, "mine", "http://127.0.0.1:none")
     with pytest.raises(ConfigError, match="base= is for clusters"):
-        symbiosis.publish(model, "mine", Library(served), base="demo")
+        symbiosis.publish(model, "mine", AdapterRegistry(served), base="demo")

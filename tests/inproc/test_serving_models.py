@@ -33,12 +33,12 @@ from transformers import (
 
 import symbiosis
 from symbiosis.errors import ConfigError
-from symbiosis.serving.alone import Alone, make_ready
-from symbiosis.serving.model import Served
-from symbiosis.serving.paged import Paged
+from symbiosis.server.launch.serve_processes import Ending
 from symbiosis.serving.request import Request
-from symbiosis.serving.step import Segment, Sequence, Step
-from symbiosis.tools.serve.run import Ending
+from symbiosis.serving.runner.dense_runner import DenseRunner, make_ready
+from symbiosis.serving.runner.model_runner import ModelRunner
+from symbiosis.serving.runner.paged_runner import PagedRunner
+from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
 from tests.conftest import tiny_llama
 
 TINY = {
@@ -88,20 +88,20 @@ def alone(model: nn.Module, tokens: list[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([tokens])).logits[0]
 
 
-def started(served: Served, tokens: list[int]) -> Sequence:
+def started(served: ModelRunner, tokens: list[int]) -> Sequence:
     sequence = Sequence(Request(id=0, prompt=tuple(tokens)), 0, tokens, None, 0.0)
     served.blocks.find(sequence)
     assert served.blocks.grow(sequence, len(tokens))
     return sequence
 
 
-def spoil(served: Served) -> None:
+def spoil(served: ModelRunner) -> None:
     """What lies in pages that are nobody's is no number."""
     pages = served.arena.flat.view(served.arena.pool.total, -1)
     pages[served.arena.pool._free] = float("nan")
 
 
-def run_at_random(served: Served, texts: list[list[int]], seed: int) -> list[list[torch.Tensor]]:
+def run_at_random(served: ModelRunner, texts: list[list[int]], seed: int) -> list[list[torch.Tensor]]:
     """Each sequence's logits where a piece ended; all sequences in pieces of random lengths, in random company."""
     rng = random.Random(seed)
     sequences = [started(served, tokens) for tokens in texts]
@@ -111,9 +111,9 @@ def run_at_random(served: Served, texts: list[list[int]], seed: int) -> list[lis
         for sequence in rng.sample(left, rng.randint(1, len(left))):
             most = len(sequence.tokens) - sequence.computed
             rows = rng.choice([1, rng.randint(1, most)])
-            segments.append(Segment(sequence, first, rows, sequence.computed, True))
+            segments.append(ScheduledRequest(sequence, first, rows, sequence.computed, True))
             first += rows
-        for segment, logits in zip(segments, served.forward(Step(tuple(segments))), strict=True):
+        for segment, logits in zip(segments, served.forward(SchedulerOutput(tuple(segments))), strict=True):
             segment.sequence.computed = segment.end
             found[sequences.index(segment.sequence)].append((segment.end, logits))  # type: ignore[arg-type]
             served.blocks.keep(segment.sequence)
@@ -128,7 +128,7 @@ def run_at_random(served: Served, texts: list[list[int]], seed: int) -> list[lis
 def test_side_by_side_as_alone(name: str) -> None:
     own, model = built(CONFIGS[name]()), built(CONFIGS[name]())
     served = make_ready(model, 1 << 22)
-    assert isinstance(served, Paged)
+    assert isinstance(served, PagedRunner)
     rng = random.Random(name)
     texts = [[rng.randrange(64) for _ in range(rng.randint(1, 45))] for _ in range(5)]
     texts.append([*texts[0], 7, 8])  # shares a prefix
@@ -144,7 +144,7 @@ def test_side_by_side_as_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["soft caps", "sinks", "latent", "window"])
 def test_without_a_c_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.serving.attention.compiled", lambda dtype: None)
+    monkeypatch.setattr("symbiosis.serving.runner.attention.compiled", lambda dtype: None)
     test_side_by_side_as_alone(name)
 
 
@@ -153,11 +153,11 @@ def test_positions_that_a_model_cannot_find_itself_are_told() -> None:
     sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
     config = BambaConfig(**{**TINY, "num_hidden_layers": 3}, **sizes, attn_layer_indices=[1])
     own, served = built(config), make_ready(built(config), 1 << 22)
-    assert isinstance(served, Alone) and served.uses_cache
+    assert isinstance(served, DenseRunner) and served.uses_cache
     text = [random.Random(0).randrange(64) for _ in range(30)]
     sequence = started(served, text)
     for position, rows in ((0, 20), *((at, 1) for at in range(20, 30))):
-        (logits,) = served.forward(Step((Segment(sequence, 0, rows, position, True),)))
+        (logits,) = served.forward(SchedulerOutput((ScheduledRequest(sequence, 0, rows, position, True),)))
         torch.testing.assert_close(logits, alone(own, text)[position + rows - 1], rtol=1e-4, atol=1e-4)
 
 
@@ -165,16 +165,24 @@ def test_positions_that_a_model_cannot_find_itself_are_told() -> None:
 def test_models_that_cannot_batch_are_served_one_by_one(name: str, caplog: pytest.LogCaptureFixture) -> None:
     own, model = built(ONE_BY_ONE[name]()), built(ONE_BY_ONE[name]())
     served = make_ready(model, 1 << 22)
-    assert isinstance(served, Alone) and "one request at a time" in caplog.text
+    assert isinstance(served, DenseRunner) and "one request at a time" in caplog.text
     texts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1]]
     sequences = [started(served, text) for text in texts]
-    first = Step((Segment(sequences[0], 0, 8, 0, True), Segment(sequences[1], 8, 3, 0, True)))
+    first = SchedulerOutput(
+        (ScheduledRequest(sequences[0], 0, 8, 0, True), ScheduledRequest(sequences[1], 8, 3, 0, True))
+    )
     logits = [served.forward(first)]
     for sequence in sequences:
         sequence.computed = len(sequence.tokens)
         sequence.tokens.append(11)
         assert served.blocks.grow(sequence, len(sequence.tokens))
-    logits.append(served.forward(Step((Segment(sequences[1], 0, 1, 3, True), Segment(sequences[0], 1, 1, 8, True)))))
+    logits.append(
+        served.forward(
+            SchedulerOutput(
+                (ScheduledRequest(sequences[1], 0, 1, 3, True), ScheduledRequest(sequences[0], 1, 1, 8, True))
+            )
+        )
+    )
     expected = [alone(own, text) for text in ([*texts[0]], [*texts[1]])]
     close = {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(logits[0], torch.stack([expected[0][7], expected[1][2]]), **close)
@@ -212,7 +220,7 @@ def test_a_window_that_no_layer_tells_is_noticed_though_the_probe_is_shorter(cap
     model = built(MistralConfig(**TINY, sliding_window=64))
     for layer in model.model.layers:  # type: ignore[union-attr]
         layer.self_attn.config = Silent(model.config)  # type: ignore[arg-type, union-attr]
-    assert isinstance(make_ready(model, 1 << 22), Alone)
+    assert isinstance(make_ready(model, 1 << 22), DenseRunner)
     assert "masks what lies 64 tokens back" in caplog.text
 
 

@@ -18,20 +18,20 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 import symbiosis
-from symbiosis.cluster.front import app as of_cluster
-from symbiosis.cluster.front.view import Seen, View
-from symbiosis.clusters import Member, Told
+from symbiosis.base.logs import TextFormatter
+from symbiosis.cluster.router import app as of_cluster
+from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.logs import TextFormatter
+from symbiosis.protocol.cluster_state import Member, Told
+from symbiosis.server.http_process import tokenizer_of
+from symbiosis.server.incoming.connections import HttpConnection
+from symbiosis.server.ipc.engine_client import EngineClient
+from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
+from symbiosis.server.ipc.engine_server import EngineServer
+from symbiosis.server.openai_api import make_app
+from symbiosis.server.serving_state import ServingState
+from symbiosis.server.tracing import Tracing
 from symbiosis.serving import Engine
-from symbiosis.serving.http.app import make_app
-from symbiosis.serving.http.front import Front
-from symbiosis.serving.http.incoming.connections import Connection
-from symbiosis.serving.http.link.engine_side import Link
-from symbiosis.serving.http.link.http_side import RemoteEngine
-from symbiosis.serving.http.link.messages import FrontOptions, Welcome
-from symbiosis.serving.http.process import tokenizer_of
-from symbiosis.serving.http.tracing import Tracing
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"X-Request-Id": "req-17", "traceparent": f"00-{TRACE}-{PARENT}-01"}
@@ -70,17 +70,17 @@ class Spans:
 
 
 @asynccontextmanager
-async def server(engine: Engine, tracing: Tracing | None = None) -> AsyncIterator[tuple[Front, str]]:
+async def server(engine: Engine, tracing: Tracing | None = None) -> AsyncIterator[tuple[ServingState, str]]:
     """The server of an engine, with all of it in this process, and its URL."""
     ours, theirs = socket.socketpair()
-    welcome = Welcome(
+    welcome = EngineReady(
         model="demo", longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary
     )
-    link = Link(engine, ours, welcome, load=Path)
-    remote = await RemoteEngine.connect(theirs)
+    link = EngineServer(engine, ours, welcome, load=Path)
+    remote = await EngineClient.connect(theirs)
     options = FrontOptions(model="demo", folder=str(DEMO_MODEL))
-    front = Front(remote, tokenizer_of(options), options, tracing)
-    config = uvicorn.Config(make_app(front), http=Connection, lifespan="off", log_config=None, access_log=False)
+    front = ServingState(remote, tokenizer_of(options), options, tracing)
+    config = uvicorn.Config(make_app(front), http=HttpConnection, lifespan="off", log_config=None, access_log=False)
     running = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.create_task(running.serve(sockets=[listener]))
@@ -96,11 +96,11 @@ async def server(engine: Engine, tracing: Tracing | None = None) -> AsyncIterato
 
 def front_end(url: str, tracing: Tracing | None = None) -> httpx.AsyncClient:
     """A front end of a cluster with this server, as a client sees it."""
-    view = View("none", {})
+    view = ServerRegistry("none", {})
     member = Member(name="s", kind="server", model="demo", number=1, batch=8, most=64, url=url, state="ready")
     view.told, view.seen = Told(name="none", url="", members=(member,)), {1: Seen(member)}
     view._put(view.seen[1])
-    transport = httpx.ASGITransport(of_cluster.make_app(of_cluster.Front(view, None, tracing=tracing)))
+    transport = httpx.ASGITransport(of_cluster.make_app(of_cluster.RouterState(view, None, tracing=tracing)))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=30)
 
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from symbiosis.errors import AdapterError
-from symbiosis.serving.adapters.library import Library
-from symbiosis.serving.adapters.probe import misplaced
-from symbiosis.serving.adapters.residency import Residency
-from symbiosis.serving.adapters.sites import Sites
-from symbiosis.serving.alone import make_ready
-from symbiosis.serving.model import Served
+from symbiosis.serving.lora.adapter_cache import AdapterCache
+from symbiosis.serving.lora.probe import misplaced
+from symbiosis.serving.lora.registry import AdapterRegistry
+from symbiosis.serving.lora.target_layers import TargetLayers
+from symbiosis.serving.runner.dense_runner import make_ready
+from symbiosis.serving.runner.model_runner import ModelRunner
 from tests.adapters import off, run, saved, sequence_of
 
 TINY = {
@@ -96,14 +96,14 @@ def test_a_layer_that_sees_other_rows(name: str, dora: bool, tmp_path: Path) -> 
     mlp, target, reason = WRONG[name]
     folder, _ = saved(llama(mlp), lora("q_proj", target, use_dora=dora), tmp_path)
     with pytest.raises(AdapterError, match=rf"it adapts model.layers.1.mlp.{target}, which .*{reason}"):
-        Library(make_ready(llama(mlp), MEMORY)).add("mine", folder)
+        AdapterRegistry(make_ready(llama(mlp), MEMORY)).add("mine", folder)
 
 
 def test_a_method_that_peft_computes(tmp_path: Path) -> None:
     config = peft.OFTConfig(task_type=TaskType.CAUSAL_LM, oft_block_size=8, target_modules=["experts.0"])
     folder, _ = saved(llama(Routed), config, tmp_path)
     with pytest.raises(AdapterError, match="as a routed expert"):
-        Library(make_ready(llama(Routed), MEMORY)).add("mine", folder)
+        AdapterRegistry(make_ready(llama(Routed), MEMORY)).add("mine", folder)
 
 
 def test_a_norm_of_heads(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_norm_of_heads(tmp_path: Path) -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=8)).eval()
     folder, _ = saved(model, peft.LNTuningConfig(task_type=TaskType.CAUSAL_LM, target_modules=["q_norm"]), tmp_path)
     with pytest.raises(AdapterError, match="q_norm, which is not called with one row for each token"):
-        Library(make_ready(model, MEMORY)).add("mine", folder)
+        AdapterRegistry(make_ready(model, MEMORY)).add("mine", folder)
 
 
 def test_all_else_of_such_a_model_is_served(tmp_path: Path) -> None:
@@ -152,10 +152,10 @@ def test_a_step_without_adapters_behind_one_that_adapts_the_head(tmp_path: Path)
     assert torch.equal(run(served, [(sequence_of(PROMPT), 5)]), base)
 
 
-class Fetching(Library):
+class Fetching(AdapterRegistry):
     """What is added is on the device."""
 
-    def __init__(self, served: Served, residency: Residency) -> None:
+    def __init__(self, served: ModelRunner, residency: AdapterCache) -> None:
         super().__init__(served)
         self._residency = residency
 
@@ -165,8 +165,8 @@ class Fetching(Library):
         return adapter
 
 
-def serving(model: nn.Module) -> tuple[Served, Library, Sites]:
+def serving(model: nn.Module) -> tuple[ModelRunner, AdapterRegistry, TargetLayers]:
     served = make_ready(model, MEMORY)
-    residency = Residency(served.arena)
-    sites = Sites(served, residency)
+    residency = AdapterCache(served.arena)
+    sites = TargetLayers(served, residency)
     return served, Fetching(served, residency), sites

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 import symbiosis
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.errors import RemoteWeightError, WeightRead, WeightWrite
-from symbiosis.security.fingerprint import digest
+from symbiosis.transport.fingerprint import digest
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
 
 Wrap = Callable[..., nn.Module]

@@ -8,14 +8,14 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
 
+from symbiosis.cli import top
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.account import ALWAYS_ROOM, Account, BytePool
-from symbiosis.executor.observe.figures import SNAPSHOTS_PER_S
+from symbiosis.executor.accounts import ALWAYS_ROOM, Account, BytePool
+from symbiosis.executor.observe.latest_figures import SNAPSHOTS_PER_S
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.sessions import MOST_OBSERVERS
 from symbiosis.protocol import SEED_BYTES, Call, Limits, Op, View
-from symbiosis.tools import top
 from tests.realm import ROWS, Reader, Realm, echoes
 
 # ---------------------------------------------------------------- all tenants together

@@ -15,10 +15,10 @@ from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import VERSION, Call, Hello, Op, Priority, Refusal, Reply, View, Welcome, decode_from_executor
 from symbiosis.transport import connect
-from symbiosis.transport.accepted import accepted
 from symbiosis.transport.cuda import words
 from symbiosis.transport.local import segment, shared_page
 from symbiosis.transport.nccl import driver as nccl
+from symbiosis.transport.reply_checks import accepted
 from tests.conftest import tiny_llama
 from tests.fault.test_hostile_executor import Operator
 

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 import symbiosis
+from symbiosis.cli.pads import make
 from symbiosis.client.session import Session
-from symbiosis.tools.make_pads import make
 from tests.conftest import tiny_llama
 from tests.private import TOKENS
 

@@ -21,27 +21,15 @@ from msgspec.structs import replace
 from torch import Tensor
 
 import symbiosis
-from symbiosis.client.connection import reconnect
-from symbiosis.client.layers.groups import GroupMember
-from symbiosis.client.privacy import split as split_module
-from symbiosis.client.privacy.masked_session import Group, PrivateSession, asked
-from symbiosis.client.privacy.pads import PadFile
-from symbiosis.client.privacy.split import Split, SplitLevel
-from symbiosis.client.privacy.verify import Proofs
-from symbiosis.client.weights.remote_weight import remote_weights
-from symbiosis.executor.compute import slices as slices_module
-from symbiosis.executor.model.load import load_model
-from symbiosis.protocol import Op, Priority, width
-from symbiosis.security.keystream import keystream, new_key
-from symbiosis.tools.audit import recorder as recorder_module
-from symbiosis.tools.audit import run as audit_module
-from symbiosis.tools.audit.adapters import MLP, cosine, gate_projection
-from symbiosis.tools.audit.attacks import rows_themselves
-from symbiosis.tools.audit.operator_view import OperatorView
-from symbiosis.tools.audit.owner import ATTENDED, GATED, Owner, Size, Work, own
-from symbiosis.tools.audit.public import PublicKnowledge
-from symbiosis.tools.audit.recorder import Recorder
-from symbiosis.tools.audit.run import (
+from symbiosis.audit import recorder as recorder_module
+from symbiosis.audit import run as audit_module
+from symbiosis.audit.adapter_attacks import MLP, cosine, gate_projection
+from symbiosis.audit.attacks import rows_themselves
+from symbiosis.audit.operator_view import OperatorView
+from symbiosis.audit.owner import ATTENDED, GATED, Owner, Size, Work, own
+from symbiosis.audit.public_knowledge import PublicKnowledge
+from symbiosis.audit.recorder import Recorder
+from symbiosis.audit.run import (
     ANY,
     BROKEN,
     CHI_SQUARE,
@@ -60,7 +48,19 @@ from symbiosis.tools.audit.run import (
     setup,
     uniformity,
 )
-from symbiosis.tools.make_pads import make
+from symbiosis.base.keystream import keystream, new_key
+from symbiosis.cli.pads import make
+from symbiosis.client.connection import reconnect
+from symbiosis.client.layers.groups import GroupMember
+from symbiosis.client.privacy import split as split_module
+from symbiosis.client.privacy.masked_session import Group, PrivateSession, asked
+from symbiosis.client.privacy.pads import PadFile
+from symbiosis.client.privacy.split import Split, SplitLevel
+from symbiosis.client.privacy.verify import Proofs
+from symbiosis.client.weights.remote_weight import remote_weights
+from symbiosis.executor.compute import slices as slices_module
+from symbiosis.executor.model.load import load_model
+from symbiosis.protocol import Op, Priority, width
 from tests.processes import Process, run, until
 
 NEIGHBOURS = "difference of two rows of a call"

@@ -16,10 +16,12 @@ import torch
 
 import symbiosis
 from symbiosis import transport
+from symbiosis.base import ownership
+from symbiosis.base.folders import Use, user_folder
+from symbiosis.base.logs import JsonFormatter, TextFormatter
+from symbiosis.base.ownership import check_folder, make_folder
 from symbiosis.client.session import Session
-from symbiosis.endpoints import default_endpoints
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
-from symbiosis.logs import JsonFormatter, TextFormatter
 from symbiosis.protocol import (
     Beat,
     Bye,
@@ -36,10 +38,8 @@ from symbiosis.protocol import (
     decode_from_executor,
     encode_control,
 )
-from symbiosis.security import ownership
-from symbiosis.security.folders import Use, user_folder
-from symbiosis.security.ownership import check_folder, make_folder
-from symbiosis.transport.control import received
+from symbiosis.protocol.endpoints import default_endpoints
+from symbiosis.transport.control_messages import received
 from symbiosis.transport.cuda.driver import WordPage
 from symbiosis.transport.cuda.peer import check_words
 from symbiosis.transport.local.peer import FIRST_SLAB
@@ -414,8 +414,8 @@ WHERE = {
     "taking a call": "symbiosis.executor.dispatch.Dispatch.admits",
     "reading a call": "symbiosis.executor.dispatch.Dispatch.arrived",
     "joining": "symbiosis.executor.dispatch.Dispatch.joined",
-    "answering": "symbiosis.executor.compute.engine.Engine._reply",
-    "telling figures": "symbiosis.executor.server.Server.snapshot",
+    "answering": "symbiosis.executor.compute.batch_runner.BatchRunner._reply",
+    "telling figures": "symbiosis.executor.loop.ExecutorLoop.snapshot",
 }
 
 
@@ -464,7 +464,7 @@ def test_both_formats_of_the_log_tell_where_a_mistake_was() -> None:
 
 def test_a_broken_device_ends_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     with symbiosis.Executor(tiny_llama()) as executor:
-        monkeypatch.setattr("symbiosis.executor.compute.engine.Launcher.works", False)
+        monkeypatch.setattr("symbiosis.executor.compute.batch_runner.Launcher.works", False)
         monkeypatch.setattr("threading.excepthook", lambda _: None)
         executor.server.reactor.call_soon(a_mistake)
         until(lambda: not executor._thread.is_alive(), "its end")

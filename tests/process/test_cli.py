@@ -12,8 +12,8 @@ from symbiosis.build import build
 from tests import processes
 
 MAIN = {
-    "symbiosis": "import sys; sys.argv[0] = 'symbiosis'; from symbiosis.cli import main; main()",
-    "symbiosis-executor": "import sys; sys.argv[0] = 'symbiosis-executor'; from symbiosis.cli import executor_main as m; m()",
+    "symbiosis": "import sys; sys.argv[0] = 'symbiosis'; from symbiosis.cli.main import main; main()",
+    "symbiosis-executor": "import sys; sys.argv[0] = 'symbiosis-executor'; from symbiosis.cli.main import executor_main as m; m()",
 }
 
 

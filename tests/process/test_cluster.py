@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
 from symbiosis.build import build
-from symbiosis.clusters import executors_at
+from symbiosis.cluster.controller.control_socket import send_order
+from symbiosis.cluster.controller.local_process import descendants
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.tools.cluster.control import send_order
-from symbiosis.tools.cluster.process import descendants
+from symbiosis.protocol.cluster_state import executors_at
 from tests.browser import browser, is_installed
 from tests.cluster import AS_FRONT, Running, cluster, wait_for_servers
 from tests.processes import run

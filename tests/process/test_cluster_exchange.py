@@ -16,9 +16,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import symbiosis
+from symbiosis.cluster.controller.control_socket import send_order
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.tools.cluster.control import send_order
 from tests.cluster import Running, cluster
 from tests.serving_api import client, eventually, web
 

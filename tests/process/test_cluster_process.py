@@ -12,16 +12,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from symbiosis.cluster.controller import member_commands
+from symbiosis.cluster.controller.backend import Local
+from symbiosis.cluster.controller.control_socket import Control, send_order
+from symbiosis.cluster.controller.controller import ClusterController, locked
+from symbiosis.cluster.controller.local_process import LocalProcess
 from symbiosis.cluster.placement import State
 from symbiosis.cluster.plan import ModelPlan, Plan
-from symbiosis.clusters import Member, folder_of, told_by
-from symbiosis.config import read_config_file
 from symbiosis.errors import ConfigError, SymbiosisError
-from symbiosis.tools.cluster import start
-from symbiosis.tools.cluster.backend import Local
-from symbiosis.tools.cluster.control import Control, send_order
-from symbiosis.tools.cluster.process import Process
-from symbiosis.tools.cluster.up import Cluster, locked
+from symbiosis.executor.options import read_config_file
+from symbiosis.protocol.cluster_state import Member, folder_of, told_by
 from tests.serving_api import eventually
 
 CODE = (
@@ -33,7 +33,7 @@ CODE = (
 
 
 def test_a_frozen_child_of_a_process_that_was_killed_ends_too() -> None:
-    process = Process(Member(name="x", kind="server"), ["-c", CODE])
+    process = LocalProcess(Member(name="x", kind="server"), ["-c", CODE])
     process.start()
     eventually(process.ready.is_set)
     eventually(lambda: process._family)
@@ -49,7 +49,7 @@ def test_a_frozen_child_of_a_process_that_was_killed_ends_too() -> None:
 
 def test_one_that_is_stopped_while_it_starts_is_found() -> None:
     """It will never say that it is ready, and never end."""
-    process = Process(Member(name="x", kind="server"), ["-c", "import time; time.sleep(600)"])
+    process = LocalProcess(Member(name="x", kind="server"), ["-c", "import time; time.sleep(600)"])
     process.start()
     try:
         time.sleep(1.0)
@@ -63,7 +63,7 @@ def test_one_that_is_stopped_while_it_starts_is_found() -> None:
 
 
 def test_an_executor_whose_port_was_taken_meanwhile_starts_at_another_one(tmp_path: Path) -> None:
-    executor = start.executor(Plan(name="lab", models={"demo": ModelPlan()}), "demo", 1, tmp_path)
+    executor = member_commands.executor(Plan(name="lab", models={"demo": ModelPlan()}), "demo", 1, tmp_path)
     file = tmp_path / "demo-executor-1.yaml"
     executor._code = ["-c", CODE]
     executor.start()
@@ -94,7 +94,7 @@ def port_in(file: Path) -> int:
 
 def test_one_that_comes_back_is_not_missed() -> None:
     """Else another server would be started for one that is replaced, or waits for its executor."""
-    process = Process(Member(name="x", kind="server"), ["-c", CODE])
+    process = LocalProcess(Member(name="x", kind="server"), ["-c", CODE])
     assert (process.state, process.to_come) == (None, State.STARTING)
     process.start()
     process.draining_since = 1.0
@@ -108,16 +108,16 @@ def test_one_that_comes_back_is_not_missed() -> None:
 class Short(Local):
     """Executors that are ready at once."""
 
-    def executor(self, model: str, number: int) -> Process:
+    def executor(self, model: str, number: int) -> LocalProcess:
         member = Member(name=f"{model}-executor-{number}", kind="executor", model=model, url="local:///x")
-        return Process(member, ["-c", CODE])
+        return LocalProcess(member, ["-c", CODE])
 
 
 def test_a_server_starts_when_its_own_executor_is_ready(tmp_path: Path) -> None:
     """Another one of its model that is ready is of no use to it."""
     plan = Plan(name="lab", models={"demo": ModelPlan(executors=2, servers=2)})
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        cluster = Cluster(plan, listener, Short(plan, tmp_path))
+        cluster = ClusterController(plan, listener, Short(plan, tmp_path))
     cluster.add("demo")
     first = cluster.members["demo-executor-1"]
     first.start()
@@ -134,22 +134,24 @@ def test_a_server_starts_when_its_own_executor_is_ready(tmp_path: Path) -> None:
 @pytest.fixture
 def unstarted(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Cluster]:
+) -> Iterator[ClusterController]:
     """A cluster of one executor, and one or two servers, none of which has been started."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("up")))  # the paths of sockets are short
     plan = Plan(name="lab", models={"demo": ModelPlan(servers=[1, 2])})
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        cluster = Cluster(plan, listener, Short(plan, tmp_path))
+        cluster = ClusterController(plan, listener, Short(plan, tmp_path))
         cluster.add("demo")
         with locked(plan):
             cluster._tell()
             yield cluster
 
 
-def test_a_full_disk_ends_no_cluster(unstarted: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_no_cluster(
+    unstarted: ClusterController, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     unstarted._is_up = True
     unstarted.aliases = {"name": {"demo": 1.0}}
-    executor = start.executor(unstarted.plan, "demo", 9, tmp_path)
+    executor = member_commands.executor(unstarted.plan, "demo", 9, tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
     try:
@@ -164,7 +166,7 @@ def test_a_full_disk_ends_no_cluster(unstarted: Cluster, tmp_path: Path, caplog:
     assert told_by("lab").aliases == {"name": {"demo": 1.0}}
 
 
-def test_a_model_is_known_while_its_processes_wait_to_be_started(unstarted: Cluster) -> None:
+def test_a_model_is_known_while_its_processes_wait_to_be_started(unstarted: ClusterController) -> None:
     """Else requests for it would be refused, and `doctor` would find nothing wrong, while all of them start again."""
     told = told_by("lab")
     assert told.models == ["demo"]
@@ -174,7 +176,7 @@ def test_a_model_is_known_while_its_processes_wait_to_be_started(unstarted: Clus
     ]
 
 
-def test_the_last_of_a_kind_is_not_drained(unstarted: Cluster) -> None:
+def test_the_last_of_a_kind_is_not_drained(unstarted: ClusterController) -> None:
     """Nothing would start it again, and the last server of a model would take the model along."""
     for name in ("demo-executor-1", "demo-server-1"):
         with pytest.raises(ConfigError, match=f"symbiosis cluster roll --only {name}"):
@@ -196,7 +198,7 @@ def test_an_executor_is_not_drained_whose_servers_could_not_start_again(tmp_path
     """A server that has ended would wait for it for ever, and its model with it."""
     plan = Plan(name="lab", models={"demo": ModelPlan(executors=3, servers=[1, 2])})
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        cluster = Cluster(plan, listener, Short(plan, tmp_path))
+        cluster = ClusterController(plan, listener, Short(plan, tmp_path))
     cluster.add("demo")
     for executor, server in ((2, 1), (3, 2)):  # also of one that may be added
         message = (
@@ -209,7 +211,7 @@ def test_an_executor_is_not_drained_whose_servers_could_not_start_again(tmp_path
 
 
 def test_an_order_that_fails_for_a_reason_of_ours_is_no_success(
-    unstarted: Cluster, monkeypatch: pytest.MonkeyPatch
+    unstarted: ClusterController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(do: object) -> None:
         raise RecursionError("too deep")
@@ -236,7 +238,7 @@ class Gone:
             connection.sendall(self._says)
 
 
-def test_only_down_is_done_when_the_cluster_ends(unstarted: Cluster) -> None:
+def test_only_down_is_done_when_the_cluster_ends(unstarted: ClusterController) -> None:
     for verb, told in (("roll", "ended before"), ("drain", "ended before"), ("down", "")):
         gone = Gone(b'{"so far": ""}\n')
         if told:
@@ -248,8 +250,10 @@ def test_only_down_is_done_when_the_cluster_ends(unstarted: Cluster) -> None:
         (folder_of("lab") / "control.sock").unlink()
 
 
-def test_a_cluster_that_is_stopped_is_not_waited_for(unstarted: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.tools.cluster.control.TAKEN_S", 0.2)
+def test_a_cluster_that_is_stopped_is_not_waited_for(
+    unstarted: ClusterController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("symbiosis.cluster.controller.control_socket.TAKEN_S", 0.2)
     path = str(folder_of("lab") / "control.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         with pytest.raises(SymbiosisError, match="cannot reach the cluster"):
@@ -260,7 +264,7 @@ def test_a_cluster_that_is_stopped_is_not_waited_for(unstarted: Cluster, monkeyp
             send_order("lab", "down")
 
 
-def test_an_order_that_nobody_waits_for_when_it_is_read_is_not_done(unstarted: Cluster) -> None:
+def test_an_order_that_nobody_waits_for_when_it_is_read_is_not_done(unstarted: ClusterController) -> None:
     """It has been said to be in vain, while the cluster was stopped."""
     control = Control(unstarted, folder_of("lab"))
     for is_gone in (True, False):

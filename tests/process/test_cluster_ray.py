@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
-from symbiosis.clusters import Member, executors_at
+from symbiosis.cluster.controller.local_process import descendants
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.tools.cluster.process import descendants
+from symbiosis.protocol.cluster_state import Member, executors_at
 from tests.cluster import Running, cluster, wait_for_servers
 from tests.secret_files import write_secret
 from tests.serving_api import client, eventually, web

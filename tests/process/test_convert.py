@@ -16,12 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from symbiosis.cli import app
-from symbiosis.config import load_options
+from symbiosis.cli.convert import convert
+from symbiosis.cli.main import app
 from symbiosis.errors import ConfigError
-from symbiosis.executor.model.distributed import DistributedCheckpoint
+from symbiosis.executor.model.distributed_checkpoint import DistributedCheckpoint
+from symbiosis.executor.options import load_options
 from symbiosis.executor.preflight import check
-from symbiosis.tools.convert import convert
 from tests.conftest import MODELS, tiny_llama
 from tests.processes import context
 

@@ -14,13 +14,13 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoTokenizer
 
+from symbiosis.cli.top import snapshot
 from symbiosis.client.session import Session
+from symbiosis.demo.compare import Comparison, Result, compute, hold_against, same_bits
+from symbiosis.demo.processes import Participant, ProcessError, clients, executor, exit_at_sigterm
+from symbiosis.demo.programs import DemoResults, report
+from symbiosis.demo.tasks import BATCH, HELD_OUT, LENGTH, TASKS, examples
 from symbiosis.executor.model.load import DEMO_MODEL, load_model
-from symbiosis.tools.demo.compare import Comparison, Result, compute, hold_against, same_bits
-from symbiosis.tools.demo.run import DemoResults, report
-from symbiosis.tools.demo.tasks import BATCH, HELD_OUT, LENGTH, TASKS, examples
-from symbiosis.tools.processes import Participant, ProcessError, clients, executor, exit_at_sigterm
-from symbiosis.tools.top import snapshot
 from tests.processes import Process, Program, killed_at_the_end, run, until
 
 STEPS, TOKENS = 10, 24
@@ -149,7 +149,7 @@ def test_what_it_has_started_ends_when_it_is_killed(tmp_path: Path, processes: l
 
 
 def runs_until_it_is_killed(folder: Path) -> None:
-    waiting = "from symbiosis.tools.demo.events import EventOutput; EventOutput().wait_for_start()"
+    waiting = "from symbiosis.demo.events import EventOutput; EventOutput().wait_for_start()"
     with (
         executor(folder, "demo", "--listen", f"local://{folder}/x") as daemon,
         clients({"waiting": ["-c", waiting]}, folder) as (child,),
@@ -161,7 +161,7 @@ def runs_until_it_is_killed(folder: Path) -> None:
 
 
 def test_a_child_waits_for_its_start(tmp_path: Path) -> None:
-    waiting = "from symbiosis.tools.demo.events import EventOutput; e = EventOutput(); e.wait_for_start(step=1); print('x'); e.send(step=2)"
+    waiting = "from symbiosis.demo.events import EventOutput; e = EventOutput(); e.wait_for_start(step=1); print('x'); e.send(step=2)"
     child = Participant("waiting", ["-c", waiting], tmp_path)
     try:
         while child.still_runs() and not child.ready:

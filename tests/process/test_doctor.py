@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from symbiosis import cgroups, mps
-from symbiosis.tools import doctor
+from symbiosis.base import cgroups
+from symbiosis.cli import doctor
+from symbiosis.executor import mps
 from tests.processes import run
 
-DOCTOR = [sys.executable, "-c", "from symbiosis.cli import main; main()", "doctor"]
+DOCTOR = [sys.executable, "-c", "from symbiosis.cli.main import main; main()", "doctor"]
 
 
 def diagnose(*arguments: str, **environment: str) -> tuple[int, dict[str, str]]:
@@ -89,7 +90,7 @@ def test_few_file_descriptors() -> None:
 def test_too_little_memory_for_segments() -> None:
     """A process that may not map or write files of 4 MiB cannot use local://."""
     code = (
-        "import resource, signal; from symbiosis.tools import doctor; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "import resource, signal; from symbiosis.cli import doctor; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); print(doctor.check_shared_memory())"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
@@ -183,7 +184,7 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_bench_hands_its_arguments_on() -> None:
-    bench = [sys.executable, "-c", "from symbiosis.cli import main; main()", "bench", "call", "--help"]
+    bench = [sys.executable, "-c", "from symbiosis.cli.main import main; main()", "bench", "call", "--help"]
     result = subprocess.run(bench, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and "bench_call.py" in result.stdout
 

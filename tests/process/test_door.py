@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import zmq
 
+from symbiosis.base.allowance import MOST_KNOWN, Allowance
+from symbiosis.base.curve_keys import Keyring, Tenants, generate, read_public
+from symbiosis.base.folder_watch import FolderWatch
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code, ConfigError, SymbiosisError
 from symbiosis.protocol import MAGIC_REPLY
-from symbiosis.security.allowance import MOST_KNOWN, Allowance
-from symbiosis.security.inotify import FolderWatch
-from symbiosis.security.keys import Keyring, Tenants, generate, read_public
-from symbiosis.transport.tcp.curve import Address
+from symbiosis.transport.tcp.tenant_auth import Address
 from tests.processes import until
 from tests.realm import Raw, Realm, echoes
 
@@ -161,7 +161,7 @@ def test_what_others_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tenants = Keyring.open(str(secret), str(public.parent)).tenants
     assert tenants.look() and tenants.name_of(read_public(public)) == "alice"
     monkeypatch.setattr("os.getuid", lambda: 4242)
-    monkeypatch.setattr("symbiosis.security.ownership.ROOT", -1)
+    monkeypatch.setattr("symbiosis.base.ownership.ROOT", -1)
     with pytest.raises(ConfigError, match=r"tenants belongs to user .*, who could change it: chown"):
         Keyring.open(str(secret), str(public.parent))
     assert tenants.look() and tenants.name_of(read_public(public)) is None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from symbiosis.executor.ranks import exchange
-from symbiosis.executor.ranks.exchange import Exchange, part_of
+from symbiosis.executor.ranks import descriptor_exchange
+from symbiosis.executor.ranks.descriptor_exchange import Exchange, part_of
 from tests.processes import WAIT_S, context
 
 
@@ -18,7 +18,7 @@ from tests.processes import WAIT_S, context
 def descriptors() -> Iterator[list[int]]:
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
     yield opened
-    exchange.close(opened)
+    descriptor_exchange.close(opened)
 
 
 def _open() -> int:
@@ -28,11 +28,11 @@ def _open() -> int:
 def test_what_came_before_the_sender_stalled_is_closed(descriptors: list[int]) -> None:
     sender, receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with sender, receiver:
-        socket.send_fds(sender, [exchange.BEHIND], descriptors)
+        socket.send_fds(sender, [descriptor_exchange.BEHIND], descriptors)
         receiver.settimeout(0.01)
         before = _open()
         with pytest.raises(TimeoutError):
-            exchange._received(receiver, 10)
+            descriptor_exchange._received(receiver, 10)
         assert _open() == before
 
 
@@ -49,7 +49,7 @@ def _answer_without_descriptors(orders: Connection) -> None:
 def _ask(address: str, timeout: float = WAIT_S) -> None:
     found = part_of(0, address, timeout)
     assert found is not None and len(found) == 1
-    exchange.close(found)
+    descriptor_exchange.close(found)
 
 
 def test_who_had_no_descriptor_left_answers_later() -> None:

@@ -17,6 +17,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 from torch import nn
 
+from symbiosis.base.allowance import Allowance
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, ProtocolError
 from symbiosis.executor.observe import join_log
@@ -34,7 +35,6 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
-from symbiosis.security.allowance import Allowance
 from symbiosis.transport.tcp import discard, gate, lookout, waiting_room
 from symbiosis.transport.tcp import listener as tcp_listener
 from symbiosis.transport.tcp.sockets import Wire

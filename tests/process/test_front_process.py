@@ -8,8 +8,8 @@ from subprocess import PIPE
 
 import msgspec
 
-from symbiosis.cluster.front.started import FrontStarted
-from symbiosis.procs import Child
+from symbiosis.base.procs import Child
+from symbiosis.cluster.router.router_options import RouterOptions
 from tests.serving_api import WAIT_S, web
 
 EXPORTER = """
@@ -35,10 +35,10 @@ def test_spans_are_sent_before_it_ends_and_no_sighup_ends_it(tmp_path: Path) -> 
         "OTEL_TRACES_EXPORTER": "to_file", "OTEL_BSP_SCHEDULE_DELAY": "60000",
     }  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        started = FrontStarted(cluster="alone", listener=listener.fileno())
+        started = RouterOptions(cluster="alone", listener=listener.fileno())
         code = (
             "from symbiosis import procs; procs.follow_parent(); "
-            f"from symbiosis.cluster.front.process import main; main({msgspec.json.encode(started).decode()!r})"
+            f"from symbiosis.cluster.router.router_process import main; main({msgspec.json.encode(started).decode()!r})"
         )
         descriptors = [listener.fileno()]
         child = Child(["-c", code], descriptors=descriptors, environment={**os.environ, **asked}, stdout=PIPE)

@@ -28,15 +28,15 @@ def loaded_by(code: str) -> set[str]:
     "code",
     [
         "import symbiosis",
-        "import symbiosis.tools.top, symbiosis.executor.observe.snapshot",
-        "import sys; sys.argv = ['symbiosis', 'top', 'local:///nowhere']; from symbiosis.cli import main; main()",
-        "import sys; sys.argv = ['symbiosis', 'bench', 'nosuch']; from symbiosis.cli import main; main()",
-        "import symbiosis.protocol, symbiosis.config, symbiosis.errors, symbiosis.mps, symbiosis.tools.doctor, symbiosis.executor.preflight",
-        "import sys; sys.argv = ['symbiosis-executor', '--help']; from symbiosis.cli import executor_main; executor_main()",
-        "import sys; sys.argv = ['symbiosis', '--help']; from symbiosis.cli import main; main()",
-        "import sys; sys.argv = ['symbiosis', 'serve', '--help']; from symbiosis.cli import main; main()",
-        "import symbiosis.serving, symbiosis.serving.options, symbiosis.tools.serve.preflight",
-        "import sys; sys.argv = ['symbiosis', 'version']; from symbiosis.cli import main; main()",
+        "import symbiosis.cli.top, symbiosis.executor.observe.snapshot",
+        "import sys; sys.argv = ['symbiosis', 'top', 'local:///nowhere']; from symbiosis.cli.main import main; main()",
+        "import sys; sys.argv = ['symbiosis', 'bench', 'nosuch']; from symbiosis.cli.main import main; main()",
+        "import symbiosis.protocol, symbiosis.executor.options, symbiosis.errors, symbiosis.executor.mps, symbiosis.cli.doctor, symbiosis.executor.preflight",
+        "import sys; sys.argv = ['symbiosis-executor', '--help']; from symbiosis.cli.main import executor_main; executor_main()",
+        "import sys; sys.argv = ['symbiosis', '--help']; from symbiosis.cli.main import main; main()",
+        "import sys; sys.argv = ['symbiosis', 'serve', '--help']; from symbiosis.cli.main import main; main()",
+        "import symbiosis.serving, symbiosis.serving.serve_options, symbiosis.server.launch.preflight",
+        "import sys; sys.argv = ['symbiosis', 'version']; from symbiosis.cli.main import main; main()",
     ],
 )
 def test_help_and_import_load_nothing_heavy(code: str) -> None:
@@ -45,7 +45,7 @@ def test_help_and_import_load_nothing_heavy(code: str) -> None:
 
 @pytest.mark.parametrize("command", ["top", "bench", "keygen", "pads", "audit", "doctor", "demo"])
 def test_help_of_every_command_loads_nothing_heavy(command: str) -> None:
-    code = f"import sys; sys.argv = ['symbiosis', {command!r}, '--help']; from symbiosis.cli import main; main()"
+    code = f"import sys; sys.argv = ['symbiosis', {command!r}, '--help']; from symbiosis.cli.main import main; main()"
     assert loaded_by(code) == set()
 
 

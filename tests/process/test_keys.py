@@ -19,17 +19,17 @@ import zmq
 from typer.testing import CliRunner
 
 import symbiosis
-from symbiosis import cli
+from symbiosis.base import curve_keys as module
+from symbiosis.base.curve_keys import SETTLED_S, Tenants, generate, moment, read_pair, read_public, read_publics
+from symbiosis.cli import main
 from symbiosis.client.session import Session
-from symbiosis.config import load_options
 from symbiosis.errors import CallError, Code, ConfigError, SymbiosisError
+from symbiosis.executor.options import load_options
 from symbiosis.protocol import Call, Hello, Op, decode_reply, encode_call, encode_control
-from symbiosis.security import keys as module
-from symbiosis.security.keys import SETTLED_S, Tenants, generate, moment, read_pair, read_public, read_publics
 from symbiosis.transport import may_go_by_nccl
 from symbiosis.transport.tcp import intake
-from symbiosis.transport.tcp.curve import Address, is_loopback
 from symbiosis.transport.tcp.sockets import PIECE, cut
+from symbiosis.transport.tcp.tenant_auth import Address, is_loopback
 from symbiosis.transport.tensors import bytes_of
 from tests.conftest import tiny_llama
 from tests.processes import until
@@ -87,13 +87,13 @@ def test_frames_that_are_not_those_of_the_payload_are_refused(realm: Realm, fram
 
 
 def test_keygen_makes_files_of_the_right_modes_and_overwrites_none(tmp_path: Path) -> None:
-    made = CliRunner().invoke(cli.app, ["keygen", "bob", "-o", str(tmp_path / "new")])
+    made = CliRunner().invoke(main.app, ["keygen", "bob", "-o", str(tmp_path / "new")])
     assert made.exit_code == 0 and "bob.key" in made.output and "bob.pub" in made.output
     secret, public = tmp_path / "new/bob.key", tmp_path / "new/bob.pub"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert read_pair(secret).secret not in public.read_text() + made.output
     before = secret.read_bytes()
-    again = CliRunner().invoke(cli.app, ["keygen", "bob", "-o", str(tmp_path / "new")])
+    again = CliRunner().invoke(main.app, ["keygen", "bob", "-o", str(tmp_path / "new")])
     assert again.exit_code == 2 and "exists" in again.output
     assert secret.read_bytes() == before
 
@@ -553,11 +553,11 @@ def test_a_tenant_may_have_two_keys_for_a_while(realm: Realm) -> None:
 
 
 def test_keygen_writes_when_a_key_expires(tmp_path: Path) -> None:
-    made = CliRunner().invoke(cli.app, ["keygen", "bob", "-o", str(tmp_path), "--expires", "2999-01-31"])
+    made = CliRunner().invoke(main.app, ["keygen", "bob", "-o", str(tmp_path), "--expires", "2999-01-31"])
     assert made.exit_code == 0
     assert "expires 2999-01-31\n" in (tmp_path / "bob.pub").read_text() and read_pair(tmp_path / "bob.key")
     for wrong, told in (("2020-01-01", "choose a date in the future"), ("soon", "is not a date: write 2027-01-31")):
-        refused = CliRunner().invoke(cli.app, ["keygen", "carol", "-o", str(tmp_path), "--expires", wrong])
+        refused = CliRunner().invoke(main.app, ["keygen", "carol", "-o", str(tmp_path), "--expires", wrong])
         assert refused.exit_code == 2 and told in " ".join(refused.output.split())
     assert not (tmp_path / "carol.key").exists()
 

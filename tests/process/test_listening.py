@@ -20,11 +20,11 @@ import symbiosis
 import symbiosis.client.session
 from symbiosis.client.connection import reconnect
 from symbiosis.client.session import Session
-from symbiosis.config import Options
 from symbiosis.errors import ConfigError, ExecutorUnavailable
 from symbiosis.executor.daemon import serve_store
 from symbiosis.executor.gpu.launcher import Launcher
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import Options
 from symbiosis.transport.local import listener as local
 from symbiosis.transport.reactor import Reactor
 from tests.conftest import tiny_llama

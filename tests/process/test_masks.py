@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
+from symbiosis.audit.unmasked import Unmasked
+from symbiosis.demo.data import base_text, blocks
 from symbiosis.errors import CallError, Code, WrapError
 from symbiosis.executor.model.load import DEMO_MODEL
 from symbiosis.protocol import Op
-from symbiosis.tools.audit.exact import Unmasked
-from symbiosis.tools.demo_data import base_text, blocks
 from tests.conftest import tiny_llama, tiny_mixtral
 from tests.private import BITS, MODELS, lora, one_step, recorded, trained
 

@@ -19,13 +19,13 @@ from torch import nn
 
 from symbiosis import transport
 from symbiosis.client.session import Session
-from symbiosis.config import Options
 from symbiosis.errors import CallError
-from symbiosis.executor.calls.plan import make_plan
+from symbiosis.executor.call_kinds import DeviceCall, Round, RoundKey
+from symbiosis.executor.calls.call_plan import make_plan
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.observe.prometheus import PrometheusCollector
-from symbiosis.executor.work import DeviceCall, Round, RoundKey
+from symbiosis.executor.options import Options
 from symbiosis.protocol import Call, Hello, Op, Reply
 from symbiosis.transport.base import RoundWords
 from tests.processes import WAIT_S, Executor, until

@@ -18,13 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from symbiosis import mps
-from symbiosis.config import Options
 from symbiosis.errors import ConfigError
-from symbiosis.executor import daemon
+from symbiosis.executor import daemon, mps
+from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.load import load_model
-from symbiosis.executor.server import Server
-from symbiosis.mps import CONTROL, LOGS, PIPES, PipesState
+from symbiosis.executor.mps import CONTROL, LOGS, PIPES, PipesState
+from symbiosis.executor.options import Options
 from tests.processes import WAIT_S, Client, Say, killed_at_the_end, until
 
 
@@ -273,7 +272,7 @@ def on_a_pretended_gpu(fake_mps: Path, tmp_path: Path, monkeypatch: pytest.Monke
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     seen: list[PipesState] = []
 
-    def end(server: Server, ready: Any) -> None:
+    def end(server: ExecutorLoop, ready: Any) -> None:
         seen.append(mps.state(mps.places()[0]))
         for listener in server.listeners:
             listener.close()
@@ -349,7 +348,7 @@ def executor_that_loads_for_ever(say: Say, environment: dict[str, str]) -> None:
 # ---------------------------------------------------------------- on a GPU
 
 NO_MPS = not torch.cuda.is_available() or shutil.which(CONTROL) is None
-EXECUTOR = "from symbiosis.cli import executor_main; executor_main()"
+EXECUTOR = "from symbiosis.cli.main import executor_main; executor_main()"
 CLIENT = """
 import sys, torch, symbiosis
 from symbiosis.executor.model.load import load_model

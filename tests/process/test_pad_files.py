@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import symbiosis
+from symbiosis.base.folders import Use, user_folder
+from symbiosis.cli.pads import make
 from symbiosis.client.privacy import pad_register
 from symbiosis.client.privacy.pads import AT_ONCE, PadFile
 from symbiosis.errors import ConfigError, WrapError
-from symbiosis.security.folders import Use, user_folder
-from symbiosis.tools.make_pads import make
 from tests.conftest import tiny_llama
 from tests.private import recorded
 

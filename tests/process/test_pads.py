@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import symbiosis
-from symbiosis import cli
+from symbiosis.cli import main
+from symbiosis.cli.pads import input_groups, make
 from symbiosis.client.connection.lifetime import sessions
 from symbiosis.client.privacy.pads import AT_ONCE, PadFile
 from symbiosis.errors import ConfigError, PadsUsedUp, WrapError
 from symbiosis.executor.model.load import DEMO_MODEL
-from symbiosis.tools.make_pads import input_groups, make
 from tests.conftest import tiny_llama
 from tests.private import BITS, TOKENS, lora, one_step, recorded
 from tests.processes import until
@@ -204,7 +204,7 @@ def test_bits_that_there_are_not_are_said_in_one_line(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli.app, [*command, "--bits", "7"])
+    result = CliRunner().invoke(main.app, [*command, "--bits", "7"])
     assert result.exit_code == 2
     assert "error: weights are quantised to 8 or 16 bits, not to 7" in result.output
 

@@ -16,15 +16,15 @@ import msgspec
 import pytest
 
 import symbiosis
-from symbiosis.config import Options
+from symbiosis.base import curve_keys
 from symbiosis.errors import ConfigError
 from symbiosis.executor import preflight
 from symbiosis.executor.model import checkpoint
 from symbiosis.executor.model.load import load_model
-from symbiosis.security import keys
+from symbiosis.executor.options import Options
 from tests.secret_files import write_secret
 
-COMMAND = "from symbiosis.cli import executor_main; executor_main()"
+COMMAND = "from symbiosis.cli.main import executor_main; executor_main()"
 WITHOUT_TORCH = f"import sys; sys.modules |= dict.fromkeys(('torch', 'transformers', 'peft', 'accelerate', 'numpy')); sys.argv[0] = 'symbiosis-executor'; {COMMAND}"
 
 
@@ -119,7 +119,7 @@ def test_a_folder_that_others_can_write(tmp_path: Path) -> None:
 
 
 def test_with_keys_an_address_must_be_of_this_machine(tmp_path: Path) -> None:
-    key, _ = keys.generate("executor", tmp_path)
+    key, _ = curve_keys.generate("executor", tmp_path)
     (tmp_path / "tenants").mkdir(mode=0o700)
     ours = {"key": str(key), "tenants": str(tmp_path / "tenants")}
     assert problems(listen=("tcp://0.0.0.0:0",), **ours) == []

@@ -15,10 +15,10 @@ MEMORY = """
 import gc, json, sys
 import torch
 from pathlib import Path
-from symbiosis.executor.calls.plan import make_plan
-from symbiosis.executor.compute.engine import Engine
+from symbiosis.executor.calls.call_plan import make_plan
+from symbiosis.executor.compute.batch_runner import Engine
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
-from symbiosis.executor.work import HostCall
+from symbiosis.executor.call_kinds import HostCall
 from symbiosis.transport.inproc import InprocPeer
 from symbiosis.transport.tensors import TORCH_DTYPE
 from tests.process.test_price_memory import heavy_calls, large_store

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from symbiosis.client.session import Session
-from symbiosis.config import PolicyName
 from symbiosis.executor.model.load import load_model
+from symbiosis.executor.options import PolicyName
 from symbiosis.protocol import Op
 from tests import programs
 from tests.conftest import tiny_llama
@@ -33,7 +33,11 @@ from tests.processes import (
     until,
 )
 
-COMMAND = [sys.executable, "-c", "from symbiosis.cli import executor_main; executor_main()"]  # as installed, or not
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from symbiosis.cli.main import executor_main; executor_main()",
+]  # as installed, or not
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from symbiosis.procs import SAME_S, Child
+from symbiosis.base.procs import SAME_S, Child
 from tests.serving_api import eventually
 
 # Notes what it is told; ends when it is told to end at once.
@@ -39,7 +39,7 @@ while not notes.with_name("over").exists():
 # Has many threads, each of which dies by itself when the process is killed.
 PARENT = """
 import sys, threading, time
-from symbiosis.procs import Child
+from symbiosis.base.procs import Child
 
 for _ in range(50):
     threading.Thread(target=time.sleep, args=[600], daemon=True).start()
@@ -162,7 +162,7 @@ def test_a_child_is_told_to_end_and_killed_if_it_does_not(tmp_path: Path) -> Non
 def test_a_child_whose_parent_died_before_it_could_ask_ends(tmp_path: Path) -> None:
     """There is no moment at which a parent's death is not seen."""
     (tmp_path / "over").touch()
-    code = f"import os; from symbiosis.procs import Child; print(Child(['-c', {CHILD!r}, {str(tmp_path / 'notes')!r}, '0']).pid, flush=True); os._exit(1)"
+    code = f"import os; from symbiosis.base.procs import Child; print(Child(['-c', {CHILD!r}, {str(tmp_path / 'notes')!r}, '0']).pid, flush=True); os._exit(1)"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert int(done.stdout)
     (tmp_path / "over").unlink()

@@ -13,10 +13,10 @@ import torch
 import yaml
 
 import symbiosis
+from symbiosis.cluster.controller.local_process import descendants
+from symbiosis.cluster.controller.preflight import footprint_of, is_free
 from symbiosis.cluster.plan import Plan, load
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.tools.cluster.preflight import footprint_of, is_free
-from symbiosis.tools.cluster.process import descendants
 from tests.cluster import Running, cluster
 from tests.processes import Executor
 from tests.prometheus import DEPLOY, Prometheus, filled_in, needs_prometheus, panels, prometheus

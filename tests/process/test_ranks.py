@@ -20,12 +20,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import symbiosis
 from symbiosis.client.weights.remote_weight import remote_weights
-from symbiosis.executor.ranks.board import Ranks, launched_store
+from symbiosis.executor.ranks.rendezvous import Rendezvous, launched_store
 from tests.conftest import tiny_llama
 from tests.processes import Executor, killed_at_the_end, until
 from tests.ranks import free_port
 
-EXECUTOR = "from symbiosis.cli import executor_main; executor_main()"
+EXECUTOR = "from symbiosis.cli.main import executor_main; executor_main()"
 IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
 STEPS = 6
 
@@ -215,8 +215,8 @@ def test_each_attempt_of_the_launcher_has_keys_of_its_own(monkeypatch: pytest.Mo
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         store, rank = launched_store()
         assert rank == 1 and not store.check(["checked0"])
-        Ranks(store, 0, 2).note("checked")
-        Ranks(store, rank, 2).wait_for("checked", 0)
+        Rendezvous(store, 0, 2).note("checked")
+        Rendezvous(store, rank, 2).wait_for("checked", 0)
 
 
 @pytest.mark.soak

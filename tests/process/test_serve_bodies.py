@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
+from symbiosis.server.openai_api import LoadBody, UnloadBody
+from symbiosis.server.openai_protocol import ChatBody, CompletionBody
 from symbiosis.serving import Engine
-from symbiosis.serving.http.app import LoadBody, UnloadBody
-from symbiosis.serving.http.schemas import ChatBody, CompletionBody
 from tests.serving_api import Api, http_process, web
 
 ROUTES: dict[str, tuple[type, dict[str, Any]]] = {

@@ -10,9 +10,9 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from symbiosis.serving.http.incoming import connections
-from symbiosis.serving.http.incoming.connections import Connection, Strangers, now_known
-from symbiosis.serving.http.observer import Observer
+from symbiosis.server.incoming import connections
+from symbiosis.server.incoming.connections import HttpConnection, UnauthenticatedConnections, now_known
+from symbiosis.server.observer import Observer
 
 WAIT_S = 20.0
 HELLO = b"GET /hello HTTP/1.1\r\n\r\n"
@@ -51,7 +51,9 @@ class Site:
 async def site() -> AsyncIterator[Site]:
     listener = socket.create_server(("127.0.0.1", 0))
     made = Site(listener.getsockname()[1])
-    config = uvicorn.Config(made.app, http=Connection, interface="asgi3", ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        made.app, http=HttpConnection, interface="asgi3", ws="none", lifespan="off", log_config=None
+    )
     server = uvicorn.Server(config)
     server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]  # they are pytest's
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -86,7 +88,7 @@ async def ends(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.fixture(autouse=True)
 def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "strangers", Strangers(4, 4))
+    monkeypatch.setattr(HttpConnection, "strangers", UnauthenticatedConnections(4, 4))
 
 
 def test_what_is_sent_before_the_answer_is_not_read() -> None:
@@ -325,7 +327,7 @@ def test_a_stranger_who_does_not_take_its_answer_is_hung_up_on_at_once() -> None
 
 
 class Caller:
-    """A connection from an address, as far as `Strangers` asks."""
+    """A connection from an address, as far as `UnauthenticatedConnections` asks."""
 
     def __init__(self, address: str) -> None:
         self.address, self.hung_up = address, False
@@ -335,7 +337,7 @@ class Caller:
 
 
 def test_the_address_with_most_connections_gives_way() -> None:
-    strangers, callers = Strangers(5, 4), [Caller(address) for address in "abbb"]
+    strangers, callers = UnauthenticatedConnections(5, 4), [Caller(address) for address in "abbb"]
     for each in [*callers, *(more := [Caller("c"), Caller("d"), Caller("b")])]:
         strangers.come(each)  # type: ignore[arg-type]
     assert [each.hung_up for each in [*callers, *more]] == [False, True, True, False, False, False, False]
@@ -352,7 +354,7 @@ def test_what_is_refused_before_it_is_a_request_is_counted_too(
     monkeypatch: pytest.MonkeyPatch, sent: bytes, status: int, reason: str
 ) -> None:
     observer = Observer()
-    monkeypatch.setattr(Connection, "observer", observer)
+    monkeypatch.setattr(HttpConnection, "observer", observer)
 
     async def ask() -> bytes:
         async with site() as there:

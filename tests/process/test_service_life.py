@@ -15,15 +15,15 @@ import msgspec
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from symbiosis.config import Options, load_options
 from symbiosis.errors import ConfigError
 from symbiosis.executor import sessions
+from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.store import Store
-from symbiosis.executor.ranks import board, figures, service
-from symbiosis.executor.ranks.board import PartPlace, Ranks
+from symbiosis.executor.options import Options, load_options
+from symbiosis.executor.ranks import rank_figures, rendezvous, service
 from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.rank import tell_what_is_not_mapped
-from symbiosis.executor.server import Server
+from symbiosis.executor.ranks.rendezvous import PartPlace, Rendezvous
 from tests.conftest import tiny_llama
 from tests.processes import Client, Say, killed_at_the_end, until
 
@@ -181,12 +181,12 @@ def test_the_log_tells_which_rank_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(board, "ALARM_S", 0.0)
+    monkeypatch.setattr(rendezvous, "ALARM_S", 0.0)
     store = HashStore()
     with ThreadPoolExecutor() as pool:
-        waits = pool.submit(Ranks(store, 0, 2).wait_for, "checked", 1)
+        waits = pool.submit(Rendezvous(store, 0, 2).wait_for, "checked", 1)
         until(lambda: "waiting for another rank" in caplog.text, "a line")
-        Ranks(store, 1, 2).note("checked")
+        Rendezvous(store, 1, 2).note("checked")
         waits.result(60)
     told = next(record for record in caplog.records if "waiting for another rank" in record.getMessage())
     assert told.fields["rank"] == 1  # type: ignore[attr-defined]
@@ -225,17 +225,17 @@ def test_the_pages_of_ranks_are_asked_for_at_the_same_time(path: str, monkeypatc
         assert asked == path
         everybody.wait(10)
 
-    monkeypatch.setattr(figures, "page", page)
+    monkeypatch.setattr(rank_figures, "page", page)
     ports = dict.fromkeys(range(4), 1)
     if path == "/health":
-        assert figures.health_of(ports, 4)[0] == "stalled"
+        assert rank_figures.health_of(ports, 4)[0] == "stalled"
     else:
-        assert not list(figures.RankFigures(ports).collect())
+        assert not list(rank_figures.RankFigures(ports).collect())
 
 
 def test_a_service_has_pages_before_its_ranks_have() -> None:
-    assert figures.health_of({}, 4)[0] == "starting"
-    assert not list(figures.RankFigures({}).collect())
+    assert rank_figures.health_of({}, 4)[0] == "starting"
+    assert not list(rank_figures.RankFigures({}).collect())
 
 
 def test_the_fingerprint_is_the_model_s_wherever_it_lies(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_the_fingerprint_is_the_model_s_wherever_it_lies(tmp_path: Path) -> None
 
 def rank_that_waits(say: Say, file: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # as a rank that loads does
-    ranks = Ranks.at(file, 0, 2)
+    ranks = Rendezvous.at(file, 0, 2)
     say("waits")
     ranks.wait_for("what it never says", 1)
 
@@ -270,14 +270,14 @@ def test_ranks_agree_on_the_configuration_also_when_one_is_started_again() -> No
     """Weights may be the same while the model is another."""
     store, config, manifest = HashStore(), '{"rms_norm_eps": 1e-6}', Store(tiny_llama()).manifest
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda rank: Ranks(store, rank, 2).agree(config, manifest), range(2)))
-    Ranks(store, 1, 2).agree(config, manifest)
+        list(pool.map(lambda rank: Rendezvous(store, rank, 2).agree(config, manifest), range(2)))
+    Rendezvous(store, 1, 2).agree(config, manifest)
     for other in (('{"rms_norm_eps": 1e-5}', manifest), (config, manifest[:-1])):
         with pytest.raises(ConfigError, match="rank 1 was started again and finds another checkpoint"):
-            Ranks(store, 1, 2).agree(*other)
+            Rendezvous(store, 1, 2).agree(*other)
     store.set("model1", "another")
     with pytest.raises(ConfigError, match="rank 1 reads another checkpoint than rank 0"):
-        Ranks(store, 0, 2).agree(config, manifest)
+        Rendezvous(store, 0, 2).agree(config, manifest)
 
 
 def test_a_rank_whose_file_is_gone_is_named(tmp_path: Path) -> None:
@@ -285,13 +285,13 @@ def test_a_rank_whose_file_is_gone_is_named(tmp_path: Path) -> None:
     store = HashStore()
     store.set("file1", msgspec.json.encode(PartPlace("/proc/0/fd/7", hashlib.sha256(b"[] d").hexdigest())).decode())
     with (tmp_path / "part").open("wb") as file, pytest.raises(ConfigError, match="rank 1 ended before this one"):
-        Ranks(store, 0, 2).files(file, [], "d")
+        Rendezvous(store, 0, 2).files(file, [], "d")
 
 
 def test_ranks_of_a_host_share_half_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "half_of_memory", lambda: 600)
     store = Store(tiny_llama())
-    most = lambda **words: Server(store, load_options(words).of_rank(0)).sessions._pool.most  # noqa: E731
+    most = lambda **words: ExecutorLoop(store, load_options(words).of_rank(0)).sessions._pool.most  # noqa: E731
     assert most() == 600 and most(ranks=3) == 200 and most(ranks=3, max_bytes=500) == 500
     assert most(ranks=4, hosts=("a", "b"), listen=("tcp://a:70",)) == 300
 

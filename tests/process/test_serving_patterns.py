@@ -10,16 +10,16 @@ import pytest
 from peft import HRAConfig, LoraConfig, get_peft_model
 
 from symbiosis.errors import AdapterError
-from symbiosis.serving.adapters import layers
-from symbiosis.serving.adapters.library import Library
-from symbiosis.serving.adapters.patterns import without_patterns
-from symbiosis.serving.alone import make_ready
-from symbiosis.serving.model import Served
+from symbiosis.serving.lora import peft_layers
+from symbiosis.serving.lora.config_patterns import without_patterns
+from symbiosis.serving.lora.registry import AdapterRegistry
+from symbiosis.serving.runner.dense_runner import make_ready
+from symbiosis.serving.runner.model_runner import ModelRunner
 from tests.conftest import tiny_llama
 
 
 @pytest.fixture(scope="module")
-def served() -> Served:
+def served() -> ModelRunner:
     return make_ready(tiny_llama(), 1 << 22)
 
 
@@ -31,8 +31,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_pattern_that_people_write_is_taken(served: Served, good: Path, tmp_path: Path) -> None:
-    library = Library(served)
+def test_a_pattern_that_people_write_is_taken(served: ModelRunner, good: Path, tmp_path: Path) -> None:
+    library = AdapterRegistry(served)
     assert library.add("good", changed(good, tmp_path, {"target_modules": r".*\.(q|v)_proj"})).rank == 4
 
 
@@ -48,17 +48,19 @@ def test_a_pattern_that_people_write_is_taken(served: Served, good: Path, tmp_pa
     ],
 )
 def test_weights_that_peft_would_leave_out_are_not_served(
-    served: Served, good: Path, tmp_path: Path, change: dict[str, Any]
+    served: ModelRunner, good: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     with pytest.raises(AdapterError, match="does not choose"):
-        Library(served).add("more", changed(good, tmp_path, change))
+        AdapterRegistry(served).add("more", changed(good, tmp_path, change))
 
 
 @pytest.mark.parametrize(
     "change", [{"target_modules": "all-linear"}, {"layers_to_transform": [0, 1]}, {"exclude_modules": ["k_proj"]}]
 )
-def test_what_the_configuration_chooses_is(served: Served, good: Path, tmp_path: Path, change: dict[str, Any]) -> None:
-    assert Library(served).add("all", changed(good, tmp_path, change)).rank == 4
+def test_what_the_configuration_chooses_is(
+    served: ModelRunner, good: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    assert AdapterRegistry(served).add("all", changed(good, tmp_path, change)).rank == 4
 
 
 def changed(good: Path, tmp_path: Path, change: dict[str, Any]) -> Path:
@@ -83,9 +85,9 @@ LOHA = {"peft_type": "LOHA", "r": 4, "alpha": 4}
     ],
 )
 def test_what_people_write_into_configurations_is_taken(
-    served: Served, good: Path, tmp_path: Path, change: dict[str, Any]
+    served: ModelRunner, good: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    assert Library(served).add("good", changed(good, tmp_path, change)).rank == 4
+    assert AdapterRegistry(served).add("good", changed(good, tmp_path, change)).rank == 4
 
 
 @pytest.mark.parametrize(
@@ -121,31 +123,33 @@ def test_what_people_write_into_configurations_is_taken(
     ],
 )
 def test_a_configuration_that_would_take_the_server_is_refused(
-    served: Served, good: Path, tmp_path: Path, change: dict[str, Any], told: str
+    served: ModelRunner, good: Path, tmp_path: Path, change: dict[str, Any], told: str
 ) -> None:
     folder = changed(good, tmp_path, change)
     with pytest.raises(AdapterError, match=told):
-        Library(served).add("bad", folder)
+        AdapterRegistry(served).add("bad", folder)
 
 
 def test_an_adapter_whose_layers_take_long_is_refused(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its steps would hold up everybody else. (HRA's own first weights come in equal pairs, of which Gram and Schmidt make 0 / 0.)"""
     slow = HRAConfig(
         r=32, apply_GS=True, init_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
     )
     get_peft_model(tiny_llama(), slow).save_pretrained(tmp_path / "slow")
-    assert Library(served).add("slow", tmp_path / "slow").layers
-    monkeypatch.setattr(layers, "LONGEST_S", 1e-4)
+    assert AdapterRegistry(served).add("slow", tmp_path / "slow").layers
+    monkeypatch.setattr(peft_layers, "LONGEST_S", 1e-4)
     with pytest.raises(AdapterError, match="take too long"):
-        Library(served).add("slow", tmp_path / "slow")
+        AdapterRegistry(served).add("slow", tmp_path / "slow")
 
 
-def test_who_asks_for_what_is_loaded_does_not_wait_for_what_is_read(served: Served, good: Path, tmp_path: Path) -> None:
+def test_who_asks_for_what_is_loaded_does_not_wait_for_what_is_read(
+    served: ModelRunner, good: Path, tmp_path: Path
+) -> None:
     changed(good, tmp_path, {"target_modules": "(([a-z0-9_.])+)+!"}).rename(tmp_path / "slow")
     shutil.copytree(good, tmp_path / "mine")
-    library = Library(served, tmp_path)
+    library = AdapterRegistry(served, tmp_path)
     library.get("mine")
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(library.get, "slow")
@@ -169,19 +173,19 @@ def test_a_table_has_no_names_but_those_of_modules() -> None:
 
 @pytest.mark.parametrize("kind", ["CARTRIDGE", "CPT"])
 def test_what_acts_elsewhere_is_refused_before_anything_is_made_of_it(
-    served: Served, good: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    served: ModelRunner, good: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers, "_inject", lambda *_: pytest.fail("it was made"))
+    monkeypatch.setattr(peft_layers, "_inject", lambda *_: pytest.fail("it was made"))
     change = {"peft_type": kind, "num_virtual_tokens": 1_000_000}
     with pytest.raises(AdapterError, match="cannot be served"):
-        Library(served).add("huge", changed(good, tmp_path, change))
+        AdapterRegistry(served).add("huge", changed(good, tmp_path, change))
 
 
-def test_a_list_is_no_longer_than_the_file_has_numbers(served: Served, good: Path, tmp_path: Path) -> None:
+def test_a_list_is_no_longer_than_the_file_has_numbers(served: ModelRunner, good: Path, tmp_path: Path) -> None:
     change = {
         "peft_type": "TRAINABLE_TOKENS",
         "token_indices": list(range(100_000)),
         "target_modules": ["embed_tokens"],
     }
     with pytest.raises(AdapterError, match="token_indices has 100000 items, more than its file has numbers"):
-        Library(served).add("long", changed(good, tmp_path, change))
+        AdapterRegistry(served).add("long", changed(good, tmp_path, change))

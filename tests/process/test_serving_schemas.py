@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from symbiosis.serving.choosing.schema_cost import check_schema
 from symbiosis.serving.engine.limits import Unfit
+from symbiosis.serving.sampling.schema_cost import check_schema
 
 PATTERNS = [f".*{letter}.*" for letter in ascii_lowercase]
 TOGETHER: dict[str, dict[str, Any]] = {

@@ -12,12 +12,12 @@ from rich.console import Console
 from torch import nn
 
 import symbiosis
+from symbiosis.cli import top
 from symbiosis.client.session import Session
-from symbiosis.endpoints import of_rank
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.observe.snapshot import of_service
 from symbiosis.protocol import Op
-from symbiosis.tools import top
+from symbiosis.protocol.endpoints import of_rank
 from tests.conftest import tiny_llama
 from tests.processes import run, until
 from tests.ranks import ranks_of

@@ -16,7 +16,7 @@ from symbiosis.client import requests
 from symbiosis.client.session import Session
 from symbiosis.errors import ConnectionLost
 from symbiosis.protocol import DTYPES, Call, Hello, Limits, Op, Welcome, encode_control
-from symbiosis.security.fingerprint import model_fingerprint
+from symbiosis.transport.fingerprint import model_fingerprint
 from symbiosis.transport.local.peer import FIRST_SLAB
 from symbiosis.transport.tcp.client import TcpConnection
 from symbiosis.transport.tcp.sockets import COPY_BELOW

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import symbiosis
 from symbiosis.client.weights.remote_weight import remote_weights
-from symbiosis.config import Options
 from symbiosis.errors import CallError, ConfigError, SymbiosisError
-from symbiosis.executor import server
+from symbiosis.executor import loop
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import Options
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
 from tests.conftest import tiny_llama
 from tests.processes import until
@@ -29,8 +29,8 @@ WAIT_S = 60.0
 
 @pytest.fixture(autouse=True)
 def every_product_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "LONG_S", -1.0)
-    monkeypatch.setattr(server, "MOST_ROWS", 0)  # ... and of many rows
+    monkeypatch.setattr(loop, "LONG_S", -1.0)
+    monkeypatch.setattr(loop, "MOST_ROWS", 0)  # ... and of many rows
 
 
 @pytest.fixture
@@ -117,8 +117,8 @@ def test_everybody_trains_as_without_an_executor(policy: str, serve: Callable, i
 def test_while_few_rows_are_multiplied_calls_gather(
     policy: Any, rows: int, leaves: bool, linear: nn.Sequential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MOST_ROWS", 4)
-    worker = server.Server(Store(linear), Options(workers=2, policy=policy))
+    monkeypatch.setattr(loop, "MOST_ROWS", 4)
+    worker = loop.ExecutorLoop(Store(linear), Options(workers=2, policy=policy))
     item = Item(1, "a key", rows, 0, 0.0)
     assert worker._leaves_time(Batch("a key", [Slice(item, 0, rows)], 0.0)) == leaves
 
@@ -222,7 +222,7 @@ def test_a_worker_that_fails_ends_the_executor_and_is_heard_of(
 def test_workers_are_for_cpus() -> None:
     on_gpu: Any = SimpleNamespace(on_gpu=True)
     with pytest.raises(ConfigError, match="workers"):  # whatever the options say of the device
-        server.Server(on_gpu, Options(workers=2))
+        loop.ExecutorLoop(on_gpu, Options(workers=2))
     with pytest.raises(ConfigError, match="workers"):
         symbiosis.Executor("demo", workers=0)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from symbiosis.serving.gpu import books
+from symbiosis.serving.lora import gpu_staging
 
 
 @pytest.mark.parametrize(
@@ -11,9 +11,9 @@ from symbiosis.serving.gpu import books
 )
 @pytest.mark.parametrize("staged", [1, 24, 1 << 20])
 def test_pages_go_where_they_are_told(numbers: list[int], staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(books, "STAGED_BYTES", staged)
+    monkeypatch.setattr(gpu_staging, "STAGED_BYTES", staged)
     table, pages = torch.zeros(100, 3), 1.0 + torch.arange(3.0 * len(numbers)).view(-1, 3)
-    books._copy_pages(table, pages, numbers)
+    gpu_staging._copy_pages(table, pages, numbers)
     expected = torch.zeros(100, 3)
     expected[numbers] = pages
     assert torch.equal(table, expected)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis.config import PolicyName
+from symbiosis.executor.options import PolicyName
 from symbiosis.executor.scheduling import rules
+from symbiosis.executor.scheduling.arrival_model import KEYS_KEPT
 from symbiosis.executor.scheduling.batcher import Batcher
-from symbiosis.executor.scheduling.forecast import KEYS_KEPT
 from symbiosis.executor.scheduling.queue import Batch, Item
 from symbiosis.executor.scheduling.rules import IMMEDIATE, JOIN_BELOW, LOCKSTEP, OPPORTUNISTIC, POLICIES, Policy
 from tests.simulation import (

@@ -11,7 +11,7 @@ from transformers import BatchEncoding
 
 from symbiosis.client.capture import WarmUp, capture, key_of, only_makes_tokens
 from symbiosis.client.direct.mapped import DirectFigures
-from symbiosis.client.direct.ways import Multiplied, Way
+from symbiosis.client.direct.step_routes import Multiplied, Way
 from symbiosis.errors import CaptureError
 from symbiosis.kernels.gpu import graphs
 from symbiosis.protocol import Call, Op, Priority

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from symbiosis import cgroups, memory
+from symbiosis.base import cgroups, memory
 
 G = 1 << 30
 V2 = "29 23 0:26 {top} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from symbiosis.cluster.front import adapters
+from symbiosis.cluster.router import adapter_uploads
 
 
 @pytest.fixture
@@ -19,10 +19,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def send(folder: Path, name: str) -> Path:
-    sent = adapters.new_folder(folder)
+    sent = adapter_uploads.new_folder(folder)
     (sent / "file").touch()
     (folder / "trial").symlink_to(sent.relative_to(folder))
-    adapters._replace(folder, name, folder / "trial")
+    adapter_uploads._replace(folder, name, folder / "trial")
     return sent
 
 
@@ -41,9 +41,9 @@ def names(folder: Path) -> set[str]:
     ],
 )
 def test_what_is_removed_takes_no_other_with_it(folder: Path, name: str, left: set[str]) -> None:
-    assert adapters.remove(folder, name) and names(folder) == left
-    assert not (folder / name).is_symlink() and not adapters.remove(folder, name)
-    assert len([each for each in (folder / adapters.SENT).iterdir() if any(each.iterdir())]) == (name != "v1")
+    assert adapter_uploads.remove(folder, name) and names(folder) == left
+    assert not (folder / name).is_symlink() and not adapter_uploads.remove(folder, name)
+    assert len([each for each in (folder / adapter_uploads.SENT).iterdir() if any(each.iterdir())]) == (name != "v1")
 
 
 @pytest.mark.parametrize("name", ["latest", "best", "v1", "own"])
@@ -55,11 +55,11 @@ def test_what_is_replaced_takes_no_other_with_it(folder: Path, name: str) -> Non
 
 def test_files_that_two_links_lead_to_stay_until_both_are_gone(folder: Path) -> None:
     (folder / "again").symlink_to((folder / "v1").readlink())
-    assert adapters.remove(folder, "v1") and "again" in names(folder)
-    assert adapters.remove(folder, "again") and not any((folder / adapters.SENT).iterdir())
+    assert adapter_uploads.remove(folder, "v1") and "again" in names(folder)
+    assert adapter_uploads.remove(folder, "again") and not any((folder / adapter_uploads.SENT).iterdir())
 
 
 def test_what_a_link_leads_to_elsewhere_stays(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     there = tmp_path_factory.mktemp("elsewhere")
     (folder / "abroad").symlink_to(there)
-    assert adapters.remove(folder, "abroad") and there.is_dir() and not (folder / "abroad").is_symlink()
+    assert adapter_uploads.remove(folder, "abroad") and there.is_dir() and not (folder / "abroad").is_symlink()

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from symbiosis.cluster.front import view
-from symbiosis.cluster.front.asked import MOST_PROMPTS, Asked, _Fields
-from symbiosis.cluster.front.form import Events, Form, Joined
-from symbiosis.cluster.front.relay import Relay
-from symbiosis.cluster.front.view import View
-from symbiosis.cluster.front.whole import Whole
-from symbiosis.cluster.placement import Wish
-from symbiosis.clusters import Member
-from symbiosis.serving.http.failures import ApiError
-from symbiosis.serving.http.incoming.sharing import Held, Room
-from symbiosis.serving.http.outlet import outlet_to
+from symbiosis.cluster.placement import RoutingRequest
+from symbiosis.cluster.router import server_registry
+from symbiosis.cluster.router.completion_fields import MOST_PROMPTS, CompletionFields, _Fields
+from symbiosis.cluster.router.event_forms import Events, Form, Joined
+from symbiosis.cluster.router.joined_answer import JoinedAnswer
+from symbiosis.cluster.router.relay import Relay
+from symbiosis.cluster.router.server_registry import ServerRegistry
+from symbiosis.protocol.cluster_state import Member
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.incoming.fair_share import FairShare, Lease
+from symbiosis.server.sse import outlet_to
 
 
 @pytest.mark.parametrize(
@@ -36,36 +36,39 @@ from symbiosis.serving.http.outlet import outlet_to
 )
 def test_prompts_are_counted_as_a_server_would(prompt: Any, count: int) -> None:
     for indent, ascii in ((None, True), (2, False)):
-        asked = Asked(json.dumps({"prompt": prompt, "n": 3}, indent=indent, ensure_ascii=ascii).encode())
+        asked = CompletionFields(json.dumps({"prompt": prompt, "n": 3}, indent=indent, ensure_ascii=ascii).encode())
         assert asked.sequences == 3 * count
 
 
 @pytest.mark.parametrize("prompt", [["a"] * (MOST_PROMPTS + 1), [[1]] * (MOST_PROMPTS + 1)])
 def test_too_many_prompts_are_refused(prompt: Any) -> None:
     with pytest.raises(ApiError, match="prompts"):
-        Asked(json.dumps({"prompt": prompt}).encode())
+        CompletionFields(json.dumps({"prompt": prompt}).encode())
 
 
 def test_a_continuation_of_very_many_lists_is_refused_before_they_are_made() -> None:
     before = {"id": "x", "created": 1, "tokens": [[]] * 100_000}
     with pytest.raises(ApiError, match="continuation holds too much"):
-        Asked(json.dumps({"prompt": "a", "stream": True, "seed": 1, "continuation": before}).encode())
+        CompletionFields(json.dumps({"prompt": "a", "stream": True, "seed": 1, "continuation": before}).encode())
 
 
 @pytest.mark.parametrize("name", [name for name in _Fields.__struct_fields__ if name != "model"])
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_null_is_as_absent(name: str, is_chat: bool) -> None:
     with_null, without = (
-        vars(Asked(json.dumps(body).encode(), is_chat)) for body in ({"model": "m", name: None}, {"model": "m"})
+        vars(CompletionFields(json.dumps(body).encode(), is_chat))
+        for body in ({"model": "m", name: None}, {"model": "m"})
     )
     assert {**with_null, "_begin": b""} == {**without, "_begin": b""}
 
 
 def test_nothing_is_made_for_choices_before_a_server_has_let_them_in() -> None:
-    asked = Asked(json.dumps({"prompt": ["a"] * MOST_PROMPTS, "n": 128}).encode())
+    asked = CompletionFields(json.dumps({"prompt": ["a"] * MOST_PROMPTS, "n": 128}).encode())
     tracemalloc.start()
     try:
-        relay = Relay(View("none", {}), "/", {}, asked, Wish(model="m"), Held(Room(9), ""), print)
+        relay = Relay(
+            ServerRegistry("none", {}), "/", {}, asked, RoutingRequest(model="m"), Lease(FairShare(9), ""), print
+        )
         assert asked.sequences == 128 * MOST_PROMPTS and tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
@@ -74,14 +77,17 @@ def test_nothing_is_made_for_choices_before_a_server_has_let_them_in() -> None:
 
 def test_the_length_that_counts_is_the_one_that_a_server_takes() -> None:
     body = b'{"max_tokens": 0, "max_completion_tokens": 9, "n": 2}'
-    assert Asked(body).most_tokens == 0 and Asked(body, is_chat=True).most_tokens == 18
-    assert Asked(b"{}").most_tokens == 16
+    assert CompletionFields(body).most_tokens == 0 and CompletionFields(body, is_chat=True).most_tokens == 18
+    assert CompletionFields(b"{}").most_tokens == 16
 
 
 def test_what_is_added_replaces_what_was_there() -> None:
-    body = Asked(b' {"model": "a", "seed": null, "prompt": "x"} \n').body(model="b", seed=1)
+    body = CompletionFields(b' {"model": "a", "seed": null, "prompt": "x"} \n').body(model="b", seed=1)
     assert json.loads(body) == {"model": "b", "seed": 1, "prompt": "x"}
-    assert json.loads(Asked(b"{ }").body(seed=1)) == {"seed": 1} and json.loads(Asked(b"{}").body()) == {}
+    assert (
+        json.loads(CompletionFields(b"{ }").body(seed=1)) == {"seed": 1}
+        and json.loads(CompletionFields(b"{}").body()) == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,7 @@ def test_what_is_added_replaces_what_was_there() -> None:
 )
 def test_what_is_wrong_is_said(data: bytes, told: str) -> None:
     with pytest.raises(ApiError, match=told) as raised:
-        Asked(data)
+        CompletionFields(data)
     assert raised.value.status == 400
 
 
@@ -116,7 +122,7 @@ ERROR = b'{"error":{"message":"no"}}'
     ("form", "status", "body"),
     [
         (Events(False), 200, EVENT + b"\n\ndata: " + ERROR + b"\n\ndata: [DONE]\n\n"),
-        (Joined(Whole(False, 1, "cmpl-1", 1)), 500, ERROR),
+        (Joined(JoinedAnswer(False, 1, "cmpl-1", 1)), 500, ERROR),
     ],
     ids=["stream", "whole"],
 )
@@ -146,16 +152,16 @@ def test_a_front_end_that_was_late_itself_takes_no_server_for_lost(
     async def silence(url: str, path: str) -> Any:
         asked.append(url)
         if by_whom == "the front end":
-            time.sleep(10 * view.LOST_S)  # as if it had computed something
+            time.sleep(10 * server_registry.LOST_S)  # as if it had computed something
         raise TimeoutError
 
     for name, seconds in (("ASK_EVERY_S", 0.001), ("ANSWER_S", 0.004), ("LOST_S", 0.02)):
-        monkeypatch.setattr(view, name, seconds)
-    monkeypatch.setattr(view, "answer_of", silence)
-    seen = view.Seen(Member(name="m-server-1", kind="server", model="m", number=1, state="ready"))
+        monkeypatch.setattr(server_registry, name, seconds)
+    monkeypatch.setattr(server_registry, "answer_of", silence)
+    seen = server_registry.Seen(Member(name="m-server-1", kind="server", model="m", number=1, state="ready"))
 
     async def watched() -> None:
-        watch = asyncio.create_task(view.View("none", {})._ask(seen))
+        watch = asyncio.create_task(server_registry.ServerRegistry("none", {})._ask(seen))
         while len(asked) < (3 if by_whom == "the front end" else 40):
             await asyncio.sleep(0)
         watch.cancel()

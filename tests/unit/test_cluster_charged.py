@@ -6,10 +6,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from symbiosis.cluster.front import relay
-from symbiosis.cluster.front.app import Front, make_app
-from symbiosis.cluster.front.view import Seen, View
-from symbiosis.clusters import Member, Told
+from symbiosis.cluster.router import relay
+from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
+from symbiosis.protocol.cluster_state import Member, Told
 from tests.secret_files import write_secret
 
 KEY = {"Authorization": "Bearer anna-key-1"}
@@ -22,7 +22,7 @@ def charged(answer: bytes, state: str, folder: Path) -> int:
     """Return what a request costs a key, if a server in this state answers it so. Its client waits half a second."""
     keys = folder / "keys"
     write_secret(keys, f"anna anna-key-1 tokens_per_s={PER_S}\n")
-    front = Front(View("none", {}), str(keys))
+    front = RouterState(ServerRegistry("none", {}), str(keys))
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

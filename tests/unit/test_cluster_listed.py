@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from symbiosis.cluster.front import app
-from symbiosis.cluster.front.app import Front, make_app
-from symbiosis.cluster.front.view import View
-from symbiosis.clusters import Member, Told, folder_of, tell
+from symbiosis.cluster.router import app
+from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.server_registry import ServerRegistry
+from symbiosis.protocol.cluster_state import Member, Told, folder_of, tell
 
 LISTED = {  # what the server of each model says
     "one": ["one", "python", "shout"],
@@ -35,7 +35,7 @@ def tell_of(folder: Path, *models: str, **more: Any) -> None:
 
 
 @pytest.fixture
-def front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Front:
+def front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RouterState:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder_of("lab").mkdir(parents=True)
     for model in FOLDERS:
@@ -49,12 +49,12 @@ def front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Front:
 
     monkeypatch.setattr(app, "answer_of", answer_of)
     monkeypatch.setattr(
-        View, "_lose", lambda view, seen: None
+        ServerRegistry, "_lose", lambda view, seen: None
     )  # they do not answer, and get the next request all the same
-    return Front(View("lab", {}), None)
+    return RouterState(ServerRegistry("lab", {}), None)
 
 
-def ask(front: Front, method: str, path: str, **body: Any) -> Any:
+def ask(front: RouterState, method: str, path: str, **body: Any) -> Any:
     """What is answered, or the model whose server gets the request. (It does not answer.)"""
     front.view.decisions.clear()
 
@@ -73,15 +73,15 @@ def ask(front: Front, method: str, path: str, **body: Any) -> Any:
     return asyncio.run(run())
 
 
-def listed(front: Front) -> list[str]:
+def listed(front: RouterState) -> list[str]:
     return [each["id"] for each in ask(front, "GET", "/v1/models")["data"]]
 
 
-def goes_to(front: Front, name: str) -> Any:
+def goes_to(front: RouterState, name: str) -> Any:
     return ask(front, "POST", "/v1/completions", model=name, prompt="a")
 
 
-def test_what_is_listed_is_listed_once_and_can_be_asked_for(front: Front, tmp_path: Path) -> None:
+def test_what_is_listed_is_listed_once_and_can_be_asked_for(front: RouterState, tmp_path: Path) -> None:
     tell_of(tmp_path, *LISTED, aliases={"talk": {"one": 1.0}, "shout": {"two": 1.0}})
     names = listed(front)
     assert sorted(names) == ["mine", "one", "python", "shout", "talk", "three", "two"]
@@ -104,19 +104,19 @@ def test_what_is_listed_is_listed_once_and_can_be_asked_for(front: Front, tmp_pa
     ],
 )
 def test_a_server_that_lists_nonsense_hides_no_other_model(
-    front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+    front: RouterState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
 ) -> None:
     monkeypatch.setitem(SAID, URLS["one"], said)
     tell_of(tmp_path, *LISTED)
     assert listed(front) == ["two", "mine", "three"], "python is one's"
 
 
-def test_the_only_model_lists_what_its_server_does(front: Front, tmp_path: Path) -> None:
+def test_the_only_model_lists_what_its_server_does(front: RouterState, tmp_path: Path) -> None:
     tell_of(tmp_path, "three")
     assert listed(front) == LISTED["three"] and goes_to(front, "builtin") == "three"
 
 
-def test_what_the_cluster_tells_holds_from_the_next_request_on(front: Front, tmp_path: Path) -> None:
+def test_what_the_cluster_tells_holds_from_the_next_request_on(front: RouterState, tmp_path: Path) -> None:
     file = folder_of("lab") / "told.json"
     tell_of(tmp_path, "one", "two", aliases={"talk": {"one": 1.0}})
     at = file.stat().st_mtime_ns
@@ -138,7 +138,7 @@ def test_what_the_cluster_tells_holds_from_the_next_request_on(front: Front, tmp
     ],
 )
 def test_an_adapter_that_cannot_be_sent_is_told_why(
-    front: Front, tmp_path: Path, name: str, model: str, told: str
+    front: RouterState, tmp_path: Path, name: str, model: str, told: str
 ) -> None:
     tell_of(tmp_path, "one", "two", aliases={"talk": {"two": 1.0}}, retiring=("one",))
     assert told in ask(front, "PUT", f"/v1/adapters/{name}?model={model}")["error"]["message"]

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit, is_vain, place
+from symbiosis.cluster.placement import Fleet, PlacedServer, RoutingRequest, State, admit, is_vain, place
 from symbiosis.cluster.scaling import Change, consolidate, scale
 
 BATCH, PAGES = 8, 40
 
 
 @st.composite
-def snapshots(draw: st.DrawFn) -> list[Server]:
+def snapshots(draw: st.DrawFn) -> list[PlacedServer]:
     servers = []
     for number in range(draw(st.integers(0, 7))):
         free, running = draw(st.integers(0, PAGES)), draw(st.integers(0, BATCH))
         of_x = draw(st.integers(0, running))
         servers.append(
-            Server(
+            PlacedServer(
                 number=number, model=draw(st.sampled_from("mn")), batch=draw(st.sampled_from((4, BATCH))),
                 running=running, pages=PAGES, free=free, share=draw(st.sampled_from((0, 2, 4))),
                 tenants={"x": of_x, "y": draw(st.integers(0, running - of_x))},
@@ -32,7 +32,7 @@ def snapshots(draw: st.DrawFn) -> list[Server]:
 
 
 WISHES = st.builds(
-    Wish,
+    RoutingRequest,
     model=st.sampled_from("mn"),
     sequences=st.integers(1, 5),
     pages=st.integers(0, PAGES),
@@ -43,7 +43,9 @@ WISHES = st.builds(
 
 
 @given(snapshots(), WISHES)
-def test_a_request_goes_to_the_busiest_server_on_which_it_fits(servers: list[Server], wish: Wish) -> None:
+def test_a_request_goes_to_the_busiest_server_on_which_it_fits(
+    servers: list[PlacedServer], wish: RoutingRequest
+) -> None:
     found = place(servers, wish)
     ready = [s for s in servers if s.model == wish.model and s.state == "ready"]
     others = [s for s in ready if s.number not in wish.failed_at] or ready
@@ -58,7 +60,7 @@ def test_a_request_goes_to_the_busiest_server_on_which_it_fits(servers: list[Ser
 
 @given(snapshots(), st.lists(st.tuples(WISHES, st.booleans())), st.data())
 def test_the_quick_way_is_the_plain_rule_while_servers_change(
-    servers: list[Server], wishes: list[tuple[Wish, bool]], data: st.DataObject
+    servers: list[PlacedServer], wishes: list[tuple[RoutingRequest, bool]], data: st.DataObject
 ) -> None:
     fleet = Fleet(servers)
     for wish, changes in wishes:
@@ -74,7 +76,7 @@ def test_the_quick_way_is_the_plain_rule_while_servers_change(
 
 @given(snapshots(), st.lists(WISHES, max_size=12), st.integers(0, 6))
 def test_what_waits_is_served_in_its_order_within_all_limits(
-    servers: list[Server], waiting: list[Wish], most: int
+    servers: list[PlacedServer], waiting: list[RoutingRequest], most: int
 ) -> None:
     fleet, running = Fleet(servers), Counter(x=1)
     placed = dict(admit(waiting, fleet, running, {"x": most}))
@@ -96,7 +98,9 @@ def test_what_waits_is_served_in_its_order_within_all_limits(
 
 
 @given(snapshots(), st.lists(WISHES, max_size=8), WISHES)
-def test_what_has_no_room_keeps_no_other_tenant_waiting(servers: list[Server], others: list[Wish], wish: Wish) -> None:
+def test_what_has_no_room_keeps_no_other_tenant_waiting(
+    servers: list[PlacedServer], others: list[RoutingRequest], wish: RoutingRequest
+) -> None:
     fleet = Fleet(servers)
     mine = msgspec.structs.replace(wish, tenant="z")
     stuck = [each for each in others if fleet.place(each) is None and fleet.crowd(each) is None]
@@ -106,10 +110,10 @@ def test_what_has_no_room_keeps_no_other_tenant_waiting(servers: list[Server], o
 
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 12), st.integers(0, 12), st.randoms())
 def test_the_next_is_always_of_the_tenant_that_runs_least(x: int, y: int, of_x: int, of_y: int, shuffled: Any) -> None:
-    waiting = [Wish(model="m", tenant="x")] * of_x + [Wish(model="m", tenant="y")] * of_y
+    waiting = [RoutingRequest(model="m", tenant="x")] * of_x + [RoutingRequest(model="m", tenant="y")] * of_y
     shuffled.shuffle(waiting)
     running = Counter(x=x, y=y)
-    placed = admit(waiting, Fleet([Server(number=1, model="m", batch=BATCH)]), running, {})
+    placed = admit(waiting, Fleet([PlacedServer(number=1, model="m", batch=BATCH)]), running, {})
     assert len(placed) == min(BATCH, len(waiting))
     waits = Counter(x=of_x + x, y=of_y + y) - running
     if waits["x"] and waits["y"]:
@@ -117,19 +121,21 @@ def test_the_next_is_always_of_the_tenant_that_runs_least(x: int, y: int, of_x: 
 
 
 def test_a_full_batch_makes_room_for_who_has_less_than_its_share() -> None:
-    full = Server(number=1, model="m", batch=BATCH, running=BATCH, share=4, tenants={"x": BATCH})
-    waiting = [Wish(model="m", tenant="y")] * 9 + [Wish(model="m", tenant="x")]
+    full = PlacedServer(number=1, model="m", batch=BATCH, running=BATCH, share=4, tenants={"x": BATCH})
+    waiting = [RoutingRequest(model="m", tenant="y")] * 9 + [RoutingRequest(model="m", tenant="x")]
     fleet = Fleet([full])
     assert [position for position, _ in admit(waiting, fleet, Counter(x=BATCH), {})] == [0, 1, 2, 3]
-    assert admit([Wish(model="m", tenant="z")], fleet, Counter(), {}) == [], "all have their shares, as at the server"
+    assert admit([RoutingRequest(model="m", tenant="z")], fleet, Counter(), {}) == [], (
+        "all have their shares, as at the server"
+    )
     elsewhere = msgspec.structs.replace(full, tenants={})
     assert admit(waiting, Fleet([elsewhere]), Counter(), {}), "what others have sent there is taken for one tenant's"
     assert admit(waiting, Fleet([msgspec.structs.replace(full, share=0)]), Counter(), {}) == []
 
 
-@pytest.mark.parametrize("large", [Wish(model="m", sequences=6), Wish(model="m", pages=PAGES)])
-def test_what_is_large_goes_after_a_while_where_it_can_begin(large: Wish) -> None:
-    servers = [Server(number=n, model="m", batch=BATCH, running=4 + n, pages=PAGES, free=9) for n in (1, 2)]
+@pytest.mark.parametrize("large", [RoutingRequest(model="m", sequences=6), RoutingRequest(model="m", pages=PAGES)])
+def test_what_is_large_goes_after_a_while_where_it_can_begin(large: RoutingRequest) -> None:
+    servers = [PlacedServer(number=n, model="m", batch=BATCH, running=4 + n, pages=PAGES, free=9) for n in (1, 2)]
     assert admit([large], Fleet(servers), Counter(), {}) == []
     assert [server.number for _, server in admit([large], Fleet(servers), Counter(), {}, overdue={0})] == [1]
     full = [msgspec.structs.replace(server, running=BATCH) for server in servers]
@@ -137,17 +143,18 @@ def test_what_is_large_goes_after_a_while_where_it_can_begin(large: Wish) -> Non
 
 
 def test_what_no_server_could_hold_goes_to_one_at_once() -> None:
-    full = [Server(number=n, model="m", batch=BATCH, running=BATCH + n, pages=PAGES, longest=30) for n in (1, 2)]
+    full = [PlacedServer(number=n, model="m", batch=BATCH, running=BATCH + n, pages=PAGES, longest=30) for n in (1, 2)]
     assert is_vain(full, 31) and not is_vain(full, 30) and not is_vain([], 31)
-    waiting = [Wish(model="m"), Wish(model="m", tenant="x", is_vain=True)]
+    waiting = [RoutingRequest(model="m"), RoutingRequest(model="m", tenant="x", is_vain=True)]
     assert [(at, server.number) for at, server in admit(waiting, Fleet(full), Counter(), {})] == [(1, 1)]
 
 
 @given(snapshots(), st.data())
-def test_consolidation_empties_a_light_server_into_busy_ones(servers: list[Server], data: st.DataObject) -> None:
+def test_consolidation_empties_a_light_server_into_busy_ones(servers: list[PlacedServer], data: st.DataObject) -> None:
     requests = {
         s.number: {
-            100 * s.number + n: Wish(model=s.model, pages=data.draw(st.integers(0, 9))) for n in range(s.running)
+            100 * s.number + n: RoutingRequest(model=s.model, pages=data.draw(st.integers(0, 9)))
+            for n in range(s.running)
         }
         for s in servers
     }
@@ -165,7 +172,7 @@ def test_consolidation_empties_a_light_server_into_busy_ones(servers: list[Serve
 
 @given(snapshots(), st.integers(0, 30), st.integers(0, 4), st.integers(4, 9))
 def test_scaling_keeps_its_bounds_and_something_light(
-    servers: list[Server], waiting: int, least: int, most: int
+    servers: list[PlacedServer], waiting: int, least: int, most: int
 ) -> None:
     change = scale(servers, waiting, least, most)
     ready = [s for s in servers if s.state == "ready"]
@@ -186,7 +193,7 @@ def test_scaling_keeps_its_bounds_and_something_light(
 
 @given(snapshots(), st.data(), st.integers(0, 4), st.integers(4, 9))
 def test_one_that_is_silent_for_a_moment_costs_no_server(
-    servers: list[Server], data: st.DataObject, least: int, most: int
+    servers: list[PlacedServer], data: st.DataObject, least: int, most: int
 ) -> None:
     """Nothing waits, and enough are there: whichever is lost, none is started for it, and none ends when it answers again."""
     ready = [s for s in servers if s.state == "ready"]
@@ -199,18 +206,18 @@ def test_one_that_is_silent_for_a_moment_costs_no_server(
 
 def test_what_is_ready_is_not_released_for_what_only_starts() -> None:
     states = (State.READY, State.READY, State.STARTING)
-    servers = [Server(number=n, model="m", batch=BATCH, state=state) for n, state in enumerate(states)]
+    servers = [PlacedServer(number=n, model="m", batch=BATCH, state=state) for n, state in enumerate(states)]
     assert scale(servers, 0, 2, 3, idle=[0, 1]) == Change()
     assert scale([servers[0], servers[2]], 0, 1, 2, idle=[0]) == Change()
 
 
 def test_a_lost_server_is_replaced_at_once_only_for_what_waits() -> None:
-    lost = Server(number=1, model="m", batch=BATCH, state=State.LOST)
+    lost = PlacedServer(number=1, model="m", batch=BATCH, state=State.LOST)
     assert scale([lost], 0, 1, 3) == Change()
     assert scale([lost], 1, 1, 3) == Change(1, why="1 sequences wait")
 
 
 def test_what_has_been_idle_for_a_moment_only_stays() -> None:
-    servers = [Server(number=number, model="m", batch=BATCH) for number in range(4)]
+    servers = [PlacedServer(number=number, model="m", batch=BATCH) for number in range(4)]
     assert scale(servers, 0, 1, 4, idle=[]).release == ()
     assert scale(servers, 0, 1, 4, idle=[3]).release == (3,)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from symbiosis.cluster.front.asked import Asked
-from symbiosis.cluster.front.progress import Progress
+from symbiosis.cluster.controller.backend import Local
+from symbiosis.cluster.controller.preflight import check
 from symbiosis.cluster.plan import ModelPlan, Plan, load
+from symbiosis.cluster.router.completion_fields import CompletionFields
+from symbiosis.cluster.router.progress import Progress
 from symbiosis.errors import ConfigError
-from symbiosis.tools.cluster.backend import Local
-from symbiosis.tools.cluster.preflight import check
 
 BOMB = (
     "[&a [1,1,1,1,1,1,1,1,1]," + ",".join(f"&{b} [{','.join([f'*{a}'] * 9)}]" for a, b in pairwise("abcdefghij")) + "]"
@@ -174,7 +174,7 @@ def test_what_is_together_on_a_node_of_ray() -> None:
 
 
 def test_events_are_handed_on_without_their_comments() -> None:
-    progress = Progress.of(Asked(b'{"messages": [], "n": 2}', is_chat=True))
+    progress = Progress.of(CompletionFields(b'{"messages": [], "n": 2}', is_chat=True))
     assert progress.take(b'data: {"first": 1}') == b'data: {"first": 1}'
     assert progress.take(b": 1 7 8\ndata: {}") == b"data: {}" and progress.take(b": 0 .\ndata: {}") == b"data: {}"
     assert (progress.told.tokens, progress.told.ended, progress.told.opened) == ([[], [7, 8]], [0], 1)

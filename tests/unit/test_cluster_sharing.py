@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis.cluster.front.app import Front, make_app
-from symbiosis.cluster.front.asked import Asked
-from symbiosis.cluster.front.form import Joined
-from symbiosis.cluster.front.relay import Relay
-from symbiosis.cluster.front.view import MOST_WAITING, Seen, View
-from symbiosis.cluster.placement import Wish
-from symbiosis.clusters import Member, Told
-from symbiosis.serving.http.incoming.sharing import Held, Room
-from symbiosis.serving.http.link.lanes import LARGE
-from symbiosis.serving.http.outlet import outlet_to
+from symbiosis.cluster.placement import RoutingRequest
+from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.completion_fields import CompletionFields
+from symbiosis.cluster.router.event_forms import Joined
+from symbiosis.cluster.router.relay import Relay
+from symbiosis.cluster.router.server_registry import MOST_WAITING, Seen, ServerRegistry
+from symbiosis.protocol.cluster_state import Member, Told
+from symbiosis.server.incoming.fair_share import FairShare, Lease
+from symbiosis.server.ipc.tenant_threads import LARGE
+from symbiosis.server.sse import outlet_to
 from tests.secret_files import write_secret
 
 KEYS = {name: {"Authorization": f"Bearer {name}-key-1"} for name in ("alice", "eve")}
@@ -29,7 +29,7 @@ KEYS = {name: {"Authorization": f"Bearer {name}-key-1"} for name in ("alice", "e
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 1 << 12)), max_size=60))
 def test_a_room_is_never_more_than_full_and_never_closed_to_who_has_nothing(asked: list[tuple[str, int]]) -> None:
-    room, held = Room(1 << 12), dict.fromkeys("abcd", 0)
+    room, held = FairShare(1 << 12), dict.fromkeys("abcd", 0)
     for name, more in asked:
         if room.has(name, more):
             room.take(name, more)
@@ -42,16 +42,16 @@ def test_a_room_is_never_more_than_full_and_never_closed_to_who_has_nothing(aske
 
 
 @pytest.fixture
-def front(tmp_path: Path) -> Front:
+def front(tmp_path: Path) -> RouterState:
     """A front end whose only server takes nothing yet: what is let in waits."""
     write_secret(tmp_path / "keys", "alice alice-key-1\neve eve-key-1\n")
-    view = View("none", {"eve": 3000})
+    view = ServerRegistry("none", {"eve": 3000})
     member = Member(name="m-server-1", kind="server", model="m", number=1, batch=8, share=4, most=4096)
     view.told, view.seen = Told(name="none", url="", members=(member,)), {1: Seen(member)}
-    return Front(view, str(tmp_path / "keys"))
+    return RouterState(view, str(tmp_path / "keys"))
 
 
-async def told(front: Front, name: str, **body: Any) -> tuple[int, str]:
+async def told(front: RouterState, name: str, **body: Any) -> tuple[int, str]:
     """What is answered within a moment; 0 if the request waits."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://localhost") as http:
         post = http.post("/v1/completions", json={"model": "m", "prompt": "a", **body}, headers=KEYS[name])
@@ -69,13 +69,15 @@ async def told(front: Front, name: str, **body: Any) -> tuple[int, str]:
         ("alice", {"prompt": ["a"] * 33, "n": 128}, "at most 4096 completions, and this would be 4224"),
     ],
 )
-def test_what_can_never_be_had_is_refused_at_once(front: Front, name: str, body: dict[str, Any], why: str) -> None:
+def test_what_can_never_be_had_is_refused_at_once(
+    front: RouterState, name: str, body: dict[str, Any], why: str
+) -> None:
     status, text = asyncio.run(told(front, name, **body))
     assert status == 400 and why in text
     assert front.view.room.has("other", MOST_WAITING // 2), "nothing of it waits"
 
 
-def test_nobody_closes_the_waiting_room_to_others(front: Front) -> None:
+def test_nobody_closes_the_waiting_room_to_others(front: RouterState) -> None:
     async def ask() -> None:
         many = [asyncio.create_task(told(front, "eve", prompt=["a"] * 16, n=64)) for _ in range(8)]
         await asyncio.sleep(0.1)
@@ -87,7 +89,7 @@ def test_nobody_closes_the_waiting_room_to_others(front: Front) -> None:
     assert front.view.room.has("other", MOST_WAITING // 2), "those who have gone wait no more"
 
 
-def test_what_waits_to_be_read_waits(front: Front) -> None:
+def test_what_waits_to_be_read_waits(front: RouterState) -> None:
     """A large body, while the threads that read such ones are taken."""
     free = threading.Event()
     taken = [front._lanes.submit(name, free.wait) for name in "xy"]
@@ -112,9 +114,9 @@ def test_what_waits_to_be_read_waits(front: Front) -> None:
 def test_an_answer_that_is_held_counts_like_a_body() -> None:
     """A stream of events that is joined for a client, in a room that is too small for it."""
     event = b': 0 5 .\ndata: {"model":"m","choices":[{"index":0,"text":"%s"}]}' % (b"x" * 500)
-    room, sent = Room(8000), list[Any]()
-    held = Held(room, "eve")
-    relay = Relay(View("none", {}), "/", {}, Asked(b"{}"), Wish(model="m"), held, print)
+    room, sent = FairShare(8000), list[Any]()
+    held = Lease(room, "eve")
+    relay = Relay(ServerRegistry("none", {}), "/", {}, CompletionFields(b"{}"), RoutingRequest(model="m"), held, print)
 
     class Answer:
         async def piece(self) -> bytes:
@@ -149,10 +151,10 @@ def test_an_answer_that_is_held_counts_like_a_body() -> None:
         ("POST", "/v1/completions"),
     ],
 )
-def test_whoever_shows_a_key_is_no_stranger(front: Front, tmp_path: Path, method: str, path: str) -> None:
+def test_whoever_shows_a_key_is_no_stranger(front: RouterState, tmp_path: Path, method: str, path: str) -> None:
     """... so that strangers, who come in any number, take nobody's connection."""
     write_secret(tmp_path / "keys", "root root-key-1 admin\n")
-    app, known = make_app(Front(front.view, str(tmp_path / "keys"))), list[Any]()
+    app, known = make_app(RouterState(front.view, str(tmp_path / "keys"))), list[Any]()
     connection = SimpleNamespace(strangers=SimpleNamespace(leave=known.append))
 
     async def ask(key: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from symbiosis.cluster.front.upstream import Lost, Upstream
+from symbiosis.cluster.router.upstream import Lost, Upstream
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 

@@ -6,27 +6,27 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from symbiosis.base.logs import JsonLines, unwritten
 from symbiosis.build import build
-from symbiosis.cluster.front import view
-from symbiosis.cluster.front.shown import together
-from symbiosis.cluster.front.view import Flight, Seen, View
-from symbiosis.cluster.placement import Wish
-from symbiosis.clusters import Member
-from symbiosis.logs import JsonLines, unwritten
-from symbiosis.serving.engine.figures import Figures, Histogram
+from symbiosis.cluster.placement import RoutingRequest
+from symbiosis.cluster.router import server_registry
+from symbiosis.cluster.router.cluster_page import together
+from symbiosis.cluster.router.server_registry import InFlight, Seen, ServerRegistry
+from symbiosis.protocol.cluster_state import Member
+from symbiosis.serving.engine.engine_stats import EngineStats, Histogram
 
 
-def view_of(url: str = "") -> View:
+def view_of(url: str = "") -> ServerRegistry:
     """A view of one server that takes up to eight sequences."""
-    found = View("none", {})
+    found = ServerRegistry("none", {})
     member = Member(name="m-server-1", kind="server", model="m", number=1, url=url, state="ready", batch=8)
     found.seen[1] = Seen(member)
     found._put(found.seen[1])
     return found
 
 
-def flight(sequences: int = 1) -> Flight:
-    return Flight(Wish(model="m", sequences=sequences), print)
+def flight(sequences: int = 1) -> InFlight:
+    return InFlight(RoutingRequest(model="m", sequences=sequences), print)
 
 
 def test_only_what_has_no_server_waits() -> None:
@@ -67,7 +67,7 @@ def test_a_server_that_says_nonsense_is_lost_until_it_says_how_it_is(
     wrong: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("ASK_EVERY_S", 0.001), ("LOST_S", 0.004)):
-        monkeypatch.setattr(view, name, seconds)
+        monkeypatch.setattr(server_registry, name, seconds)
     says = [wrong]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -98,7 +98,7 @@ def test_what_a_server_leaves_out_of_its_memory_stays_as_it_was(monkeypatch: pyt
     async def answer_of(url: str, path: str) -> object:
         return says.pop()
 
-    monkeypatch.setattr(view, "answer_of", answer_of)
+    monkeypatch.setattr(server_registry, "answer_of", answer_of)
     of_one = view_of()
     for _ in range(2):
         assert asyncio.run(of_one._answers(of_one.seen[1]))
@@ -113,7 +113,7 @@ def test_a_server_of_another_build_is_told_of_once(
     async def answer_of(url: str, path: str) -> object:
         return says.pop()
 
-    monkeypatch.setattr(view, "answer_of", answer_of)
+    monkeypatch.setattr(server_registry, "answer_of", answer_of)
     of_one = view_of()
     told = []
     for _ in range(4):
@@ -140,7 +140,7 @@ def test_a_log_on_a_full_disk_holds_up_no_request(caplog: pytest.LogCaptureFixtu
 
 def test_the_figures_of_a_cluster_are_the_sums_of_its_servers() -> None:
     """Of all that there are."""
-    one, other = Figures(), Figures()
+    one, other = EngineStats(), EngineStats()
     for each, value in ((one, 3), (other, 4)):
         for name in each.__struct_fields__:
             if isinstance(getattr(each, name), int):

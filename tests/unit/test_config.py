@@ -14,15 +14,16 @@ from torch import nn
 from typer.main import get_command
 
 import symbiosis
-from symbiosis import cli, config
+from symbiosis.base.folders import Use, user_folder
+from symbiosis.cli import main
 from symbiosis.client.session import Session
-from symbiosis.config import CHOICES, HINTS, Options, load_options, read_config_file
-from symbiosis.endpoints import default_endpoints
 from symbiosis.errors import ConfigError
+from symbiosis.executor import options
+from symbiosis.executor.options import CHOICES, HINTS, Options, load_options, read_config_file
 from symbiosis.executor.preflight import check
-from symbiosis.executor.ranks.launched import is_launched, launched_options
+from symbiosis.executor.ranks.torchrun import is_launched, launched_options
 from symbiosis.protocol import Limits
-from symbiosis.security.folders import Use, user_folder
+from symbiosis.protocol.endpoints import default_endpoints
 
 EVERYTHING: dict[str, Any] = {
     "model": "demo", "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True,
@@ -112,7 +113,7 @@ def test_no_shell_has_replaced_the_home_folder_in_a_file(tmp_path: Path, monkeyp
 
 
 def test_every_option_is_one_of_the_command(tmp_path: Path) -> None:
-    named = set(inspect.signature(cli.executor).parameters) - {"config", "version"}
+    named = set(inspect.signature(main.executor).parameters) - {"config", "version"}
     assert named == set(Options.__struct_fields__)
 
 
@@ -270,7 +271,7 @@ def test_the_default_endpoint_is_this_users_alone(monkeypatch: pytest.MonkeyPatc
         assert symbiosis.from_executor() is not None
 
 
-HELP = {param.name: param for param in get_command(cli.executor_app).params}
+HELP = {param.name: param for param in get_command(main.executor_app).params}
 UNITS = {"GiB": 1 << 30}
 NUMBERS = [name for name, hint in HINTS.items() if {int, float} & {hint, *get_args(hint)} and hint is not bool]
 ONE_NUMBER = [name for name in NUMBERS if Ellipsis not in get_args(HINTS[name])]
@@ -306,7 +307,7 @@ def test_what_a_file_switches_the_command_line_switches_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(Options.__struct_fields__) - set(Limits.__struct_fields__)))
 def test_every_option_is_read(name: str) -> None:
-    readers = [file for file in Path(symbiosis.__file__).parent.rglob("*.py") if file.name != "cli.py"]
+    readers = [file for file in Path(symbiosis.__file__).parent.rglob("*.py") if file.name != "main.py"]
     uses = [file.name for file in readers if re.search(rf"options\.{name}\b", file.read_text())]
-    by_property = re.search(rf"return .*self\.{name}\b", Path(config.__file__).read_text())
+    by_property = re.search(rf"return .*self\.{name}\b", Path(options.__file__).read_text())
     assert uses or by_property, f"nothing reads the option {name}"

@@ -17,14 +17,14 @@ import safetensors.torch
 import torch
 from starlette.types import ASGIApp
 
-from symbiosis.cluster.front import adapters
-from symbiosis.cluster.front.app import Front, make_app
 from symbiosis.cluster.placement import State
-from symbiosis.clusters import Member
-from symbiosis.serving.http.app import make_app as make_server
-from symbiosis.serving.http.failures import ApiError
-from symbiosis.serving.http.front import Front as ServedFront
-from symbiosis.serving.http.link.messages import AdapterInfo, FrontOptions, Welcome
+from symbiosis.cluster.router import adapter_uploads
+from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.protocol.cluster_state import Member
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.ipc.engine_ipc import AdapterInfo, EngineReady, FrontOptions
+from symbiosis.server.openai_api import make_app as make_server
+from symbiosis.server.serving_state import RouterState as ServedFront
 from tests.unit.test_cluster_listed import front as front
 from tests.unit.test_cluster_listed import tell_of
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -73,7 +73,7 @@ def test_a_server_says_that_its_folder_for_adapters_is_full(tmp_path: Path, capl
     async def add(kind: type, verb: str, name: str, folder: str) -> AdapterInfo:
         return AdapterInfo(name=name, bytes=sum(each.stat().st_size for each in files(Path(folder))))
 
-    welcome = Welcome(model="demo", longest=64, most_tokens=64, vocabulary=8)
+    welcome = EngineReady(model="demo", longest=64, most_tokens=64, vocabulary=8)
     remote: Any = SimpleNamespace(welcome=welcome, places=None, ask=add)
     uploads = tmp_path / "uploads"
     with little_room(uploads):
@@ -89,16 +89,16 @@ def test_a_server_says_that_its_folder_for_adapters_is_full(tmp_path: Path, capl
 
 @pytest.mark.parametrize("model", ["one", "two"])
 def test_a_cluster_says_of_which_model_the_folder_is_full(
-    front: Front, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+    front: RouterState, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def loads(*_: Any) -> None: ...
 
-    monkeypatch.setattr(adapters, "_try", loads)
+    monkeypatch.setattr(adapter_uploads, "_try", loads)
     tell_of(tmp_path, "one", "two")
     with little_room(folder := tmp_path / model):
         answer = put(make_app(front), f"/v1/adapters/mine?model={model}", adapter(1 << 20))
         assert answer.status_code == 507 and f"the folder of {model}'s adapters is full" in answer.text
-        assert str(tmp_path) not in answer.text and not list((folder / adapters.SENT).iterdir())
+        assert str(tmp_path) not in answer.text and not list((folder / adapter_uploads.SENT).iterdir())
         assert put(make_app(front), f"/v1/adapters/mine?model={model}", adapter(16)).status_code == 200
         assert (folder / "mine" / "adapter_model.safetensors").is_file()
 
@@ -117,9 +117,9 @@ def test_only_an_adapters_own_fault_is_its_senders(said: int, told: int, monkeyp
     async def answered(*_: Any) -> Answer:
         return Answer()
 
-    monkeypatch.setattr(adapters.Upstream, "ask", answered)
+    monkeypatch.setattr(adapter_uploads.Upstream, "ask", answered)
     member = Member(name="one-server-1", kind="server", model="one", url="http://127.0.0.1:1")
     view: Any = SimpleNamespace(seen={1: SimpleNamespace(member=member, state=State.READY)})
     with pytest.raises(ApiError, match="why") as error:
-        asyncio.run(adapters._try(view, "one", "mine", {}))
+        asyncio.run(adapter_uploads._try(view, "one", "mine", {}))
     assert error.value.status == told

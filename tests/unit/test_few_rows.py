@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from symbiosis.config import Options
-from symbiosis.executor.calls.plan import make_plan
-from symbiosis.executor.compute.engine import Engine
+from symbiosis.executor.call_kinds import HostCall
+from symbiosis.executor.calls.call_plan import make_plan
+from symbiosis.executor.compute.batch_runner import BatchRunner
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import Options
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
-from symbiosis.executor.work import HostCall
 from symbiosis.kernels import few_rows
 from symbiosis.kernels.few_rows import FewRows, by_columns, by_onednn, by_rows, by_stripes
 from symbiosis.protocol import Call, Op
@@ -153,7 +153,9 @@ def test_calls_that_run_together_get_their_own_rows(dtype: torch.dtype, rows: in
     ]
     items = [Item(number, None, rows, 0, 0.0, work) for number, work in enumerate(works)]
     with torch.no_grad():
-        Engine(store, lambda *_: None, lambda *_: None).step(Batch(None, [Slice(item, 0, rows) for item in items], 0.0))
+        BatchRunner(store, lambda *_: None, lambda *_: None).step(
+            Batch(None, [Slice(item, 0, rows) for item in items], 0.0)
+        )
     for rows_TK, work in zip(x, works, strict=True):
         for layer, made in ((first, work.out.reshape(-1)[: rows * 48]), (second, work.out.reshape(-1)[rows * 48 :])):
             weight, bias = store.weights[layer], store.biases[layer] if biased else None

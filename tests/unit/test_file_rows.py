@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symbiosis.kernels import file_rows
-from symbiosis.serving.adapters.residency import place
+from symbiosis.serving.lora.adapter_cache import place
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 MATRICES = st.lists(

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 import symbiosis
-from symbiosis import clusters
+from symbiosis.base.folders import CACHES, Use, check_caches, process_folder, temporary_folder, user_folder
+from symbiosis.base.ownership import make_folder, resolved, why_not_ours
 from symbiosis.client.privacy.pad_register import registered
 from symbiosis.errors import ConfigError
 from symbiosis.executor import preflight as executor_preflight
 from symbiosis.kernels import compile_c
-from symbiosis.security.folders import CACHES, Use, check_caches, process_folder, temporary_folder, user_folder
-from symbiosis.security.ownership import make_folder, resolved, why_not_ours
-from symbiosis.serving.gpu.compiled import compile_layers
+from symbiosis.protocol import cluster_state
+from symbiosis.serving.runner.compiled_layers import compile_layers
 from tests.conftest import tiny_llama
 
 STRANGER = 65534
@@ -240,7 +240,7 @@ def named_by(file: Path) -> set[str]:
 
 def test_one_module_names_the_folders_of_users() -> None:
     found = {str(file.relative_to(PACKAGE)): named_by(file) for file in PACKAGE.rglob("*.py")}
-    assert found.pop("security/folders.py") >= {"gettempdir", "mkdtemp", "TemporaryDirectory", "XDG_RUNTIME_DIR"}
+    assert found.pop("base/folders.py") >= {"gettempdir", "mkdtemp", "TemporaryDirectory", "XDG_RUNTIME_DIR"}
     assert found.pop("mps.py") == {"/tmp/nvidia-mps"}, "where CUDA looks"
     assert {file: names for file, names in found.items() if names} == {}
 
@@ -250,19 +250,19 @@ def test_one_module_names_the_folders_of_users() -> None:
 
 def a_cluster(text: bytes, name: str = "demo") -> Path:
     """The folder of a cluster that runs and tells this."""
-    make_folder(folder := clusters.folder_of(name))
+    make_folder(folder := cluster_state.folder_of(name))
     (folder / "told.json").write_bytes(text)
     return folder
 
 
 def told(name: str = "demo") -> bytes:
-    member = clusters.Member(name="m-1", kind="executor", model="llama", url="tcp://10.6.6.6:7000", state="ready")
-    return clusters.msgspec.json.encode(clusters.Told(name=name, url="", members=(member,)))
+    member = cluster_state.Member(name="m-1", kind="executor", model="llama", url="tcp://10.6.6.6:7000", state="ready")
+    return cluster_state.msgspec.json.encode(cluster_state.Told(name=name, url="", members=(member,)))
 
 
 @pytest.fixture
 def all_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "is_running", lambda folder: (folder / "told.json").exists())
+    monkeypatch.setattr(cluster_state, "is_running", lambda folder: (folder / "told.json").exists())
 
 
 @as_root
@@ -271,10 +271,10 @@ def all_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_cluster_is_not_believed(url: str, depth: int, shared_place: Path, all_run: None) -> None:
     """Whichever of its folders, or the file alone, another user has made."""
     file = a_cluster(told()) / "told.json"
-    assert clusters.executors_at(url) == ("tcp://10.6.6.6:7000",)
+    assert cluster_state.executors_at(url) == ("tcp://10.6.6.6:7000",)
     os.chown((file, *file.parents)[depth], STRANGER, STRANGER)
     with pytest.raises(ConfigError):
-        clusters.executors_at(url)
+        cluster_state.executors_at(url)
     with pytest.raises(ConfigError):
         symbiosis.wrap(tiny_llama(), url)
 
@@ -282,7 +282,7 @@ def test_a_planted_cluster_is_not_believed(url: str, depth: int, shared_place: P
 GARBAGE = {
     "cut off": told()[:-9], "a bracket": b"[", "nothing": b"", "a number": b"7", "wrong types": b'{"name": 7, "url": []}',
     "an unknown state": told().replace(b"ready", b"banana"), "no text": b'{"name": "\xff\xfe", "url": ""}',
-    "deep": b'{"name": "demo", "url": "", "x": ' + b"[" * 200_000, "huge": b" " * (clusters.LONGEST + 1) + told(),
+    "deep": b'{"name": "demo", "url": "", "x": ' + b"[" * 200_000, "huge": b" " * (cluster_state.LONGEST + 1) + told(),
     "of another cluster": told("other"),
 }  # fmt: skip
 
@@ -294,9 +294,9 @@ def test_garbage_is_told_as_such_and_hides_no_other_cluster(
     file = a_cluster(text) / "told.json"
     a_cluster(told("good"), "good")
     with pytest.raises(ConfigError, match=f"{file} is not what the cluster 'demo' tells"):
-        clusters.told_by("demo")
-    assert [each.name for each in clusters.running()] == ["good"] and str(file) in caplog.text
-    assert clusters.executors_at("symbiosis://llama") == ("tcp://10.6.6.6:7000",)
+        cluster_state.told_by("demo")
+    assert [each.name for each in cluster_state.running()] == ["good"] and str(file) in caplog.text
+    assert cluster_state.executors_at("symbiosis://llama") == ("tcp://10.6.6.6:7000",)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")], ids=["a pipe", "a device"])
@@ -305,15 +305,15 @@ def test_what_is_no_file_is_not_waited_for(make: Callable[[Path], None], shared_
     file.unlink()
     make(file)
     with pytest.raises(ConfigError, match="is not what the cluster"):
-        clusters.told_by("demo")
+        cluster_state.told_by("demo")
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "..", ".hidden", "a/b", "x" * 200, "a\0b"])
 def test_a_cluster_is_a_name_and_no_path(name: str, shared_place: Path) -> None:
     with pytest.raises(ConfigError, match="is no name of a cluster"):
-        clusters.told_by(name)
+        cluster_state.told_by(name)
     with pytest.raises(ConfigError):
-        clusters.executors_at(f"symbiosis://{name}/llama")
+        cluster_state.executors_at(f"symbiosis://{name}/llama")
 
 
 # ---------------------------------------------------------------- whose groups, and whose root

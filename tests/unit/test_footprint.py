@@ -5,14 +5,24 @@ from pathlib import Path
 
 import pytest
 
+from symbiosis.cli import cluster_findings
+from symbiosis.cluster.controller import preflight
+from symbiosis.cluster.controller.preflight import bundle_of, footprint_of
 from symbiosis.cluster.plan import ModelPlan, Plan
 from symbiosis.errors import ConfigError
-from symbiosis.serving.options import ServeOptions
-from symbiosis.tools import cluster_findings
-from symbiosis.tools.cluster import preflight
-from symbiosis.tools.cluster.preflight import bundle_of, footprint_of
-from symbiosis.tools.footprint import CONTEXT, ENGINE, EXECUTOR, HOST, HTTP, WITH_CUDA, Footprint, lacking, total
-from symbiosis.tools.serve import preflight as of_server
+from symbiosis.server.launch import preflight as of_server
+from symbiosis.server.launch.footprint import (
+    CONTEXT,
+    ENGINE,
+    EXECUTOR,
+    HOST,
+    HTTP,
+    WITH_CUDA,
+    Footprint,
+    lacking,
+    total,
+)
+from symbiosis.serving.serve_options import ServeOptions
 
 G = 1 << 30
 SMALL = {"memory": "64MiB", "adapter-memory": "64MiB"}

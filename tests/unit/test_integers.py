@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from symbiosis.base.keystream import keystream, new_key
 from symbiosis.client.privacy.fixed_point import INTEGERS, Quantum, to_floats, to_integers
 from symbiosis.kernels import integers
 from symbiosis.kernels.integers import LARGEST, digits, modular_product, quantise, reference_product
-from symbiosis.security.keystream import keystream, new_key
 
 BITS = pytest.mark.parametrize("bits", [8, 16])
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from symbiosis import logs
-from symbiosis.logs import JsonFormatter, JsonLines, TextFormatter, about_request, unwritten
+from symbiosis.base import logs
+from symbiosis.base.logs import JsonFormatter, JsonLines, TextFormatter, about_request, unwritten
 
 
 def told(path: Path) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import gc
 
-from symbiosis import memory
+from symbiosis.base import memory
 
 
 def test_what_was_there_is_not_searched_again() -> None:

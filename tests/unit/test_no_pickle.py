@@ -17,7 +17,7 @@ WORDS = ("trust_remote_code", "allow_pickle", "weights_only")
 METHODS = frozenset(("recv_pyobj", "send_pyobj", "recv_serialized", "rebuild_cuda_tensor"))
 TORCH = frozenset(("torch.load", "torch.hub.load", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load"))
 # What `symbiosis convert` reads, and nothing else does: a pickle that may name only classes of torch's checkpoints, and weights only.
-ALLOWED = {"executor/model/distributed.py": ["pickle", "torch.load", "weights_only"]}
+ALLOWED = {"executor/model/distributed_checkpoint.py": ["pickle", "torch.load", "weights_only"]}
 
 
 def faults(source: str) -> Iterator[str]:
@@ -50,7 +50,7 @@ def test_only_convert_reads_pickles() -> None:
     for path in ALLOWED:
         source = (Path(symbiosis.__file__).parent / path).read_text()
         assert "def find_class" in source and "pickle.load" not in source and "weights_only=True" in source
-    module = "symbiosis.executor.model.distributed"
+    module = "symbiosis.executor.model.distributed_checkpoint"
     users = {file.name for file in SOURCES if f"from {module} import" in file.read_text()}
     assert users == {"convert.py"}
 

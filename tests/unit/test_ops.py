@@ -5,10 +5,10 @@ import torch
 
 from symbiosis.client.direct.mapped import ANSWERS
 from symbiosis.client.privacy.verify import Proofs
-from symbiosis.executor.calls.cut import GRIDS
-from symbiosis.executor.calls.ops import Ops
+from symbiosis.executor.calls.cell_ops import CellOps
+from symbiosis.executor.calls.cells import GRIDS
 from symbiosis.executor.calls.price import PRICES
-from symbiosis.executor.calls.validate import CHECKS
+from symbiosis.executor.calls.validation import CHECKS
 from symbiosis.executor.compute.products import ONE_PRODUCT, Products
 from symbiosis.executor.model.store import Store
 from symbiosis.protocol import Call, Op
@@ -26,10 +26,10 @@ STORE = Store(EveryKind(), ["*"])
 TABLES = {  # where each table is, what it has, and which ops belong there
     "symbiosis/protocol/ops.py TRAITS": (TRAITS, set(Op)),
     "symbiosis/protocol/shapes.py SHAPES": (SHAPES, ANSWERED),
-    "symbiosis/executor/calls/validate.py CHECKS": (CHECKS, OF_A_LAYER),
+    "symbiosis/executor/calls/validation.py CHECKS": (CHECKS, OF_A_LAYER),
     "symbiosis/executor/calls/price.py PRICES": (PRICES, ANSWERED),
-    "symbiosis/executor/calls/cut.py GRIDS": (GRIDS, NOT_BY_ROWS),
-    "symbiosis/executor/calls/ops.py Ops.makes": (Ops(STORE, lambda tensor: tensor).makes, NOT_BY_ROWS),
+    "symbiosis/executor/calls/cells.py GRIDS": (GRIDS, NOT_BY_ROWS),
+    "symbiosis/executor/calls/cell_ops.py Ops.makes": (CellOps(STORE, lambda tensor: tensor).makes, NOT_BY_ROWS),
     "symbiosis/client/direct/mapped.py ANSWERS": (ANSWERS, OF_A_LAYER - {Op.FORWARD, Op.DGRAD}),
     "tests/frames.py Calls.by_op": (Calls(STORE.manifest, 0).by_op, set(Op)),
     "tests/process/test_price_memory.py heavy_calls": ({call.op for call in heavy_calls()}, ANSWERED),

@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.config import Options
+from symbiosis.base.keystream import keystream
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.calls import ops
-from symbiosis.executor.calls.cut import GRAINS, boxes, grid_of
-from symbiosis.executor.calls.plan import CallPlan, make_plan
-from symbiosis.executor.calls.validate import must_be_finite
+from symbiosis.executor.call_kinds import HostCall
+from symbiosis.executor.calls import cell_ops
+from symbiosis.executor.calls.call_plan import CallPlan, make_plan
+from symbiosis.executor.calls.cells import GRAINS, boxes, grid_of
+from symbiosis.executor.calls.validation import must_be_finite
 from symbiosis.executor.compute import slices
-from symbiosis.executor.compute.engine import Engine
+from symbiosis.executor.compute.batch_runner import BatchRunner
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import Options
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.costs import UNSEEN_S
 from symbiosis.executor.scheduling.cutting import ALONE_S, FEWEST, LONG, TURN_S
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
 from symbiosis.executor.scheduling.rules import IMMEDIATE, OPPORTUNISTIC
-from symbiosis.executor.work import HostCall
 from symbiosis.protocol import SEED_BYTES, Call, Layer, Op, View
-from symbiosis.security.keystream import keystream
 from symbiosis.transport.inproc import InprocPeer
 from symbiosis.transport.tensors import TORCH_DTYPE, check_ids
 
@@ -115,9 +115,9 @@ def payload_of(call: Call) -> tuple[Tensor, ...]:
 
 
 @cache
-def engine_of_the_store() -> Engine:
+def engine_of_the_store() -> BatchRunner:
     """One for all: an engine measures formulas when it is made."""
-    return Engine(STORE, lambda *_: None, lambda *_: None)
+    return BatchRunner(STORE, lambda *_: None, lambda *_: None)
 
 
 def computed(call: Call, cuts: list[float], grain: int = 0) -> Tensor:
@@ -187,7 +187,7 @@ def test_a_turn_looks_at_its_own_ids_and_a_wrong_one_is_refused(monkeypatch: pyt
         looked.append(len(ids))
         check_ids(ids, layer)
 
-    monkeypatch.setattr(ops, "check_ids", counted)
+    monkeypatch.setattr(cell_ops, "check_ids", counted)
     call = Call(Op.LOOKUP, NUMBER["embedding"], "float32", (3000,))
     computed(call, [0.25, 0.5])
     assert looked == [750, 750, 1500]

@@ -11,13 +11,13 @@ import pytest
 
 import symbiosis
 import symbiosis.client
-from symbiosis import requirements
-from symbiosis.config import Options
+from symbiosis.base import requirements
+from symbiosis.cli import doctor
 from symbiosis.errors import ConfigError, OutdatedPackage
 from symbiosis.executor import preflight
-from symbiosis.serving.options import ServeOptions
-from symbiosis.tools import doctor
-from symbiosis.tools.serve import preflight as serve_preflight
+from symbiosis.executor.options import Options
+from symbiosis.server.launch import preflight as serve_preflight
+from symbiosis.serving.serve_options import ServeOptions
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from symbiosis.kernels.adapter_rows import PlacedAdapter
-from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
-from symbiosis.serving.adapters.residency import Residency, Resident, RowRun, place, put_whole, to_evict
-from symbiosis.serving.arena import Arena, KvShape
+from symbiosis.serving.kv_cache.paged_memory import KvShape, PagedMemory
+from symbiosis.serving.lora.adapter_cache import AdapterCache, Resident, RowRun, place, put_whole, to_evict
+from symbiosis.serving.lora.adapter_kinds import LoadedAdapter, Part
 
 
 def shapes_of(chance: random.Random) -> tuple[list[tuple[int, int]], int]:
@@ -109,8 +109,8 @@ def whole(placed: PlacedAdapter, name: str, rows: int, columns: int) -> torch.Te
 def test_adapters_that_come_and_go_keep_their_values_and_their_pins(seed: int) -> None:
     """Beside others that take pages, too."""
     chance = random.Random(seed)
-    arena = Arena((KvShape(1, 2, 2),), 40 * 64 * 4)
-    residency = Residency(arena)
+    arena = PagedMemory((KvShape(1, 2, 2),), 40 * 64 * 4)
+    residency = AdapterCache(arena)
     adapters = [adapter(version, chance.randint(1, 9)) for version in range(1, 9)]
     pinned: list[LoadedAdapter] = []
     others = arena.pool.take(chance.randint(0, 10))
@@ -138,7 +138,7 @@ def test_adapters_that_come_and_go_keep_their_values_and_their_pins(seed: int) -
 
 
 def test_without_room_nothing_leaves() -> None:
-    residency = Residency(Arena((KvShape(1, 2, 2),), 8 * 64 * 4))
+    residency = AdapterCache(PagedMemory((KvShape(1, 2, 2),), 8 * 64 * 4))
     small, large = adapter(1, 1), adapter(2, 9)
     assert residency.fetch(small)
     assert residency.pages_of(large) > residency.arena.pool.total
@@ -147,7 +147,7 @@ def test_without_room_nothing_leaves() -> None:
 
 
 def test_others_are_asked_for_what_eviction_does_not_give() -> None:
-    arena = Arena((KvShape(1, 2, 2),), 16 * 64 * 4)
+    arena = PagedMemory((KvShape(1, 2, 2),), 16 * 64 * 4)
     kept = arena.pool.take(8)
     asked: list[int] = []
 
@@ -157,7 +157,7 @@ def test_others_are_asked_for_what_eviction_does_not_give() -> None:
             arena.pool.give_back([kept.pop()])
         return arena.pool.free >= pages
 
-    residency = Residency(arena, make_room)
+    residency = AdapterCache(arena, make_room)
     first, second = adapter(1, 2), adapter(2, 3)
     assert residency.fetch(first) and not asked
     assert residency.fetch(second) and asked
@@ -165,7 +165,7 @@ def test_others_are_asked_for_what_eviction_does_not_give() -> None:
 
 
 def test_prefetch_evicts_nothing() -> None:
-    residency = Residency(Arena((KvShape(1, 2, 2),), 12 * 64 * 4))
+    residency = AdapterCache(PagedMemory((KvShape(1, 2, 2),), 12 * 64 * 4))
     adapters = [adapter(version, 2) for version in range(1, 9)]
     here = residency.prefetch(adapters)
     assert 0 < here < 8 and residency.prefetch(adapters) == here and not residency.evictions
@@ -174,13 +174,13 @@ def test_prefetch_evicts_nothing() -> None:
 
 @pytest.mark.parametrize("how", ["fetch", "prefetch"])
 def test_a_copy_that_fails_gives_its_pages_back(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    residency = Residency(Arena((KvShape(1, 2, 2),), 12 * 64 * 4))
+    residency = AdapterCache(PagedMemory((KvShape(1, 2, 2),), 12 * 64 * 4))
     free = residency.arena.pool.free
 
     def fails(*what: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("symbiosis.serving.adapters.residency._copy", fails)
+    monkeypatch.setattr("symbiosis.serving.lora.adapter_cache._copy", fails)
     one = adapter(1, rank=1)
     with pytest.raises(RuntimeError, match="out of memory"):
         residency.fetch(one) if how == "fetch" else residency.prefetch([one])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from symbiosis.tools import room
-from symbiosis.tools.room import fits, room_for, ways_for
+from symbiosis.cli import model_fit
+from symbiosis.cli.model_fit import fits, room_for, ways_for
 
 G = 1 << 30
 
@@ -34,11 +34,11 @@ def test_half_as_many_bits_may_fit() -> None:
 
 
 def test_what_can_be_said_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "free_memory", lambda: 64 * G)
+    monkeypatch.setattr(model_fit, "free_memory", lambda: 64 * G)
     found = room_for("demo")
     assert found.state == "ok" and "free: host 64.0" in found.text and "--device cpu" in found.text
-    monkeypatch.setattr(room, "free_memory", lambda: 1 << 20)
-    monkeypatch.setattr(room, "visible_gpus", lambda: ["0", "1"])
-    monkeypatch.setattr(room, "free_gpu_memory", lambda device: {"cuda:0": None, "cuda:1": 3 * G}[device])
+    monkeypatch.setattr(model_fit, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(model_fit, "visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(model_fit, "free_gpu_memory", lambda device: {"cuda:0": None, "cuda:1": 3 * G}[device])
     assert "It fits on: --device cuda:1" in room_for("demo").text
     assert room_for("/nowhere").state == "FAIL"

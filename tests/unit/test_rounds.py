@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.calls.plan import CallPlan, Key
-from symbiosis.executor.work import DeviceCall, Round, RowAddresses
+from symbiosis.executor.call_kinds import DeviceCall, Round, RowAddresses
+from symbiosis.executor.calls.call_plan import CallPlan, Key
 from symbiosis.kernels.gpu import LET_GO
 from symbiosis.protocol import Call, Op
 from symbiosis.transport.base import RoundWords

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from symbiosis import endpoints, transport
+from symbiosis import transport
 from symbiosis.executor import preflight
+from symbiosis.protocol import endpoints
 
 ASKED = re.compile("scheme|url|endpoint|transport")  # what is compared, if it is a transport
 
@@ -18,7 +19,7 @@ def test_every_scheme_is_checked_before_start() -> None:
 
 
 def test_nobody_else_asks_which_transport_it_is() -> None:
-    """`symbiosis.endpoints` and `symbiosis.transport` answer what an endpoint can do."""
+    """`symbiosis.protocol.endpoints` and `symbiosis.transport` answer what an endpoint can do."""
     root = Path(transport.__file__).parents[1]
     schemes = {scheme + end for scheme in endpoints.SCHEMES for end in ("", "://")}
     for file in root.rglob("*.py"):

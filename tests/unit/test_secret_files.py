@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from symbiosis.base.curve_keys import Tenants, generate, read_pair
+from symbiosis.base.secret_files import create_secret, open_secret, read_secret, why_exposed
 from symbiosis.client.privacy.pad_layout import Contents, laid_out
 from symbiosis.client.privacy.pads import PadFile
 from symbiosis.errors import ConfigError
-from symbiosis.security.keys import Tenants, generate, read_pair
-from symbiosis.security.secret_files import create_secret, open_secret, read_secret, why_exposed
-from symbiosis.serving.http.keys import Keys, read_keys
+from symbiosis.server.api_keys import Keys, read_keys
 from tests.secret_files import write_secret
 
 STRANGER = 65534

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.serving.adapter import Adapter
-from symbiosis.serving.blocks import Blocks
-from symbiosis.serving.pool import NoRoom, Pool
+from symbiosis.serving.kv_cache.block_manager import BlockManager
+from symbiosis.serving.kv_cache.page_pool import NoRoom, PagePool
+from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.request import Request
-from symbiosis.serving.step import BLOCK, Sequence
+from symbiosis.serving.scheduler.scheduler_output import BLOCK, Sequence
 
 LAYERS = 2
 ADAPTERS = [None, *(Adapter(name=name, kind="LORA", bytes=0, version=version) for version, name in enumerate("ab", 1))]
@@ -18,7 +18,7 @@ def sequence(tokens: list[int], adapter: Adapter | None = None, tenant: str = ""
     return Sequence(Request(id=1, prompt=tuple(tokens), tenant=tenant), 0, list(tokens), adapter, 0.0)
 
 
-def computed(blocks: Blocks, one: Sequence) -> Sequence:
+def computed(blocks: BlockManager, one: Sequence) -> Sequence:
     """As after its prefill."""
     blocks.find(one)
     assert blocks.grow(one, len(one.tokens))
@@ -28,7 +28,7 @@ def computed(blocks: Blocks, one: Sequence) -> Sequence:
 
 
 def test_pages_that_follow_one_another() -> None:
-    pool = Pool(8)
+    pool = PagePool(8)
     pages = pool.take(8)
     pool.give_back([pages[0], pages[2], pages[3], pages[6]])
     assert pool.take_run(3) is None and pool.free == 4
@@ -41,7 +41,7 @@ def test_pages_that_follow_one_another() -> None:
 
 
 def test_a_pool_gives_what_it_has() -> None:
-    pool = Pool(4)
+    pool = PagePool(4)
     pages = pool.take(3)
     with pytest.raises(NoRoom):
         pool.take(2)
@@ -54,7 +54,7 @@ def test_a_pool_gives_what_it_has() -> None:
 
 
 def test_a_prefix_is_shared_and_one_token_is_left_to_compute() -> None:
-    blocks = Blocks(Pool(100), LAYERS)
+    blocks = BlockManager(PagePool(100), LAYERS)
     first = computed(blocks, sequence(list(range(40))))
     second = sequence([*range(32), 7, 7, 7])
     assert blocks.find(second) == 32 and second.blocks == first.blocks[:2]
@@ -64,7 +64,7 @@ def test_a_prefix_is_shared_and_one_token_is_left_to_compute() -> None:
 
 
 def test_versions_share_nothing() -> None:
-    blocks = Blocks(Pool(100), LAYERS)
+    blocks = BlockManager(PagePool(100), LAYERS)
     computed(blocks, sequence(list(range(40)), ADAPTERS[1]))
     for adapter, found in zip(ADAPTERS, (0, 32, 0), strict=True):
         assert blocks.find(sequence(list(range(40)), adapter)) == found
@@ -73,7 +73,7 @@ def test_versions_share_nothing() -> None:
 
 
 def test_what_is_unused_stays_until_its_room_is_needed() -> None:
-    blocks = Blocks(Pool(4 * LAYERS), LAYERS)
+    blocks = BlockManager(PagePool(4 * LAYERS), LAYERS)
     blocks.release(computed(blocks, sequence([1] * 32)))
     assert blocks.pool.free == 2 * LAYERS and blocks.spare() == 4 * LAYERS
     other = sequence([2] * 48)
@@ -86,7 +86,7 @@ def test_what_is_unused_stays_until_its_room_is_needed() -> None:
 
 
 def test_two_that_compute_the_same_at_once_keep_one_of_them() -> None:
-    blocks = Blocks(Pool(20), LAYERS)
+    blocks = BlockManager(PagePool(20), LAYERS)
     one, two = sequence([3] * 20), sequence([3] * 20)
     for each in (one, two):
         assert blocks.find(each) == 0 and blocks.grow(each, 20)
@@ -112,7 +112,7 @@ ACTIONS = st.lists(
 @settings(max_examples=150)
 @given(ACTIONS, st.integers(1, 40))
 def test_no_page_is_lost_or_given_twice(actions: list[tuple[str, int, int, int]], pages: int) -> None:
-    blocks = Blocks(Pool(pages), LAYERS, windows=(None, 8))
+    blocks = BlockManager(PagePool(pages), LAYERS, windows=(None, 8))
     under_way: list[Sequence] = []
     for what, which, tokens, adapter in actions:
         if what == "come":
@@ -153,14 +153,14 @@ def test_no_page_is_lost_or_given_twice(actions: list[tuple[str, int, int, int]]
 
 
 def test_tenants_share_nothing() -> None:
-    blocks = Blocks(Pool(100), LAYERS)
+    blocks = BlockManager(PagePool(100), LAYERS)
     computed(blocks, sequence(list(range(40)), tenant="alice"))
     assert blocks.find(sequence(list(range(40)), tenant="bob")) == blocks.find(sequence(list(range(40)))) == 0
     assert blocks.find(sequence(list(range(40)), tenant="alice")) == 32
 
 
 def test_pages_behind_a_window_are_given_back() -> None:
-    blocks = Blocks(Pool(100), LAYERS, windows=(None, 8))
+    blocks = BlockManager(PagePool(100), LAYERS, windows=(None, 8))
     one, other = computed(blocks, sequence(list(range(64)))), sequence([*range(16), *range(70)])
     computed(blocks, other)  # shares the first block
     free = blocks.pool.free

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from symbiosis.serving.http.failures import ApiError
-from symbiosis.serving.http.incoming.bodies import Bodies
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.incoming.bodies import Bodies
 
 
 def request(*pieces: bytes, every_s: float = 0.0, ends: bool = True) -> Request:

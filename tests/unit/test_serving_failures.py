@@ -12,15 +12,15 @@ import pytest
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from symbiosis.cluster.front.app import Front, make_app
-from symbiosis.cluster.front.view import View
 from symbiosis.cluster.plan import ModelPlan, Plan
+from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.errors import ConfigError
-from symbiosis.serving.http.app import make_app as make_server
-from symbiosis.serving.http.failures import app_of
-from symbiosis.serving.http.front import Front as ServedFront
-from symbiosis.serving.http.link.messages import FrontOptions, Welcome
-from symbiosis.serving.options import ServeOptions
+from symbiosis.server.api_errors import app_of
+from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
+from symbiosis.server.openai_api import make_app as make_server
+from symbiosis.server.serving_state import RouterState as ServedFront
+from symbiosis.serving.serve_options import ServeOptions
 from tests.secret_files import write_secret
 from tests.unit.test_serving_detokenize import bytes_tokenizer
 
@@ -39,7 +39,7 @@ def _asked(app: ASGIApp, path: str, headers: Sequence[tuple[str, str]] = ()) -> 
 
 
 def served(**options: Any) -> ASGIApp:
-    welcome = Welcome(model="demo", longest=64, most_tokens=64, vocabulary=8)
+    welcome = EngineReady(model="demo", longest=64, most_tokens=64, vocabulary=8)
     remote: Any = SimpleNamespace(welcome=welcome, places=None)
     return make_server(ServedFront(remote, bytes_tokenizer(), FrontOptions(model="demo", folder="", **options)))
 
@@ -52,7 +52,7 @@ def test_an_unexpected_error_is_told_without_what_it_says() -> None:
 
 
 def test_a_front_end_tells_of_one_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    front = Front(View("none", {}), None)
+    front = RouterState(ServerRegistry("none", {}), None)
     monkeypatch.setattr(front, "models", lambda: 1 // 0)
     answer = _asked(make_app(front), "/health")
     assert answer.status_code == 500 and "ZeroDivisionError" in answer.json()["error"]["message"]
@@ -81,7 +81,9 @@ def test_a_page_whose_name_leads_here_is_turned_away(of: str) -> None:
         (known, ("evil-llm.example.org", "lab.example.org", *REBOUND), 400), ({"host": "0.0.0.0"}, REBOUND[:4], 400),
         ({"host": "0.0.0.0"}, ("10.0.0.7:8000", "[::2]", *KNOWN), 404), ({"host": "llm"}, ("llm:8000",), 404), ({"allowed_hosts": ("*",)}, REBOUND, 404),
     ):  # fmt: skip
-        app = make_app(Front(View("none", {}), None, **options)) if of == "cluster" else served(**options)
+        app = (
+            make_app(RouterState(ServerRegistry("none", {}), None, **options)) if of == "cluster" else served(**options)
+        )
         for host in hosts:
             answer = _asked(app, "/nothing", [("host", host)])
             assert answer.status_code == status, (options, host)
@@ -95,7 +97,7 @@ def test_where_keys_are_needed_any_name_will_do_unless_some_are_given(tmp_path: 
     keys.chmod(0o600)
     for names, status in (((), 404), (("llm.example.org",), 400)):
         for app in (
-            make_app(Front(View("none", {}), str(keys), allowed_hosts=names)),
+            make_app(RouterState(ServerRegistry("none", {}), str(keys), allowed_hosts=names)),
             served(api_keys=str(keys), allowed_hosts=names),
         ):
             assert _asked(app, "/nothing", [("host", "api.example.org")]).status_code == status

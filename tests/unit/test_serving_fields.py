@@ -11,10 +11,10 @@ from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 from openai.types.shared_params import response_format_json_schema
 
-from symbiosis.serving.http.failures import ApiError
-from symbiosis.serving.http.fields import DEFAULTS, HARMLESS, OF_TEMPLATE
-from symbiosis.serving.http.incoming.prompts import GIVEN, Prompts
-from symbiosis.serving.http.schemas import (
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.incoming.prompts import GIVEN, Prompts
+from symbiosis.server.openai_fields import DEFAULTS, HARMLESS, OF_TEMPLATE
+from symbiosis.server.openai_protocol import (
     Body,
     ChatBody,
     CompletionBody,
@@ -28,7 +28,7 @@ from tests.unit.test_serving_detokenize import bytes_tokenizer
 
 NEW = (
     "openai-python has fields that nobody has looked at: {}. Look each up in its docs. Honour it (a field of {}, that changes what the engine or "
-    "the chat template is asked); or, in symbiosis/serving/http/fields.py, refuse it with DEFAULTS, or put it into HARMLESS if no answer depends "
+    "the chat template is asked); or, in symbiosis/server/openai_fields.py, refuse it with DEFAULTS, or put it into HARMLESS if no answer depends "
     "on it. Then docs/serving.md says so."
 )
 HONOURED = {

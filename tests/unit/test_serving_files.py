@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from symbiosis.errors import AdapterError
-from symbiosis.serving.adapter import MOST_HEADER_BYTES
-from symbiosis.serving.adapters import files
-from symbiosis.serving.adapters.files import AdapterWeights, in_parallel, parse_tensors
-from symbiosis.serving.http.failures import ApiError
-from symbiosis.serving.http.incoming.uploads import _config
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.incoming.uploads import _config
+from symbiosis.serving.lora import adapter_files
+from symbiosis.serving.lora.adapter import MOST_HEADER_BYTES
+from symbiosis.serving.lora.adapter_files import AdapterWeights, in_parallel, parse_tensors
 
 WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
 TENSORS = st.dictionaries(
     st.text(max_size=5).filter(lambda name: name != "__metadata__"),
-    st.tuples(st.sampled_from(list(files.DTYPES.values())), SHAPES),
+    st.tuples(st.sampled_from(list(adapter_files.DTYPES.values())), SHAPES),
     max_size=4,
 )
 
@@ -103,16 +103,16 @@ def test_a_tensor_may_lie_anywhere() -> None:
 
 
 def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "PIECE_BYTES", 7)
+    monkeypatch.setattr(adapter_files, "PIECE_BYTES", 7)
     data = bytes(range(256)) * 3
     (tmp_path / "file").write_bytes(data)
-    assert bytes(files._read(tmp_path / "file")) == data
+    assert bytes(adapter_files._read(tmp_path / "file")) == data
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_in_parallel_keeps_the_order_and_tells_errors(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_thread_count", lambda: threads)
-    files._threads.cache_clear()
+    monkeypatch.setattr(adapter_files, "_thread_count", lambda: threads)
+    adapter_files._threads.cache_clear()
     assert in_parallel(lambda n: n * n, range(11)) == [n * n for n in range(11)]
     with pytest.raises(ZeroDivisionError):
         in_parallel(lambda n: 1 // (n - 5), range(11))
@@ -122,7 +122,7 @@ def test_in_parallel_keeps_the_order_and_tells_errors(threads: int, monkeypatch:
             in_parallel(lambda n: zeros[n : n + 1].add_(n), range(11))  # noqa: B023
             assert in_parallel(lambda n: torch.is_grad_enabled(), range(3)) == [torch.is_grad_enabled()] * 3
         assert zeros.tolist() == list(range(11))
-    files._threads.cache_clear()
+    adapter_files._threads.cache_clear()
 
 
 def test_a_header_without_measure_is_not_parsed() -> None:
@@ -142,12 +142,12 @@ def many(tensors: int) -> bytes:
     "data", [many(110_000), many(1000).replace(b'"data_offsets"', b'"data_offset\\u0073"')[:-1] + b" }"]
 )
 def test_tensors_are_counted_before_any_is_made(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_tensor", None)
+    monkeypatch.setattr(adapter_files, "_tensor", None)
     monkeypatch.setattr(json, "loads", lambda text: None)
     with pytest.raises(
         AdapterError, match="too many tensors, or too much beside them: its header tells of more than 100"
     ):
-        files._tensors(data, is_known=False, most=100)
+        adapter_files._tensors(data, is_known=False, most=100)
 
 
 def test_as_many_tensors_as_a_base_may_need_are_read() -> None:
@@ -164,7 +164,7 @@ def test_a_configurations_values_are_counted_before_any_is_made(
     file = sent(tmp_path / "file", {"adapter_config": text})
     monkeypatch.setattr(json, "loads", None)
     with pytest.raises(AdapterError, match="more than 65536 values"):
-        files._config(text.encode())
+        adapter_files._config(text.encode())
     with pytest.raises(ApiError, match="more than 65536 values"):
         _config(file)
 
@@ -193,7 +193,7 @@ def test_a_header_may_be_as_large_whether_the_adapter_is_sent_or_lies_in_the_fol
     with pytest.raises(ApiError, match="is a safetensors file, but its header has more than 8388608 bytes"):
         _config(larger)
     with pytest.raises(AdapterError, match="too many tensors, or too much beside them: its header has more than"):
-        files.AdapterWeights.parse(b'{"peft_type": "LORA"}', larger.read_bytes())
+        adapter_files.AdapterWeights.parse(b'{"peft_type": "LORA"}', larger.read_bytes())
     larger.write_bytes(larger.read_bytes()[:100])
     with pytest.raises(ApiError, match="is no safetensors file whose metadata has"):
         _config(larger)

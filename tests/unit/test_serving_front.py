@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from symbiosis.serving.engine.figures import Figures
-from symbiosis.serving.http.failures import ApiError
-from symbiosis.serving.http.front import Front, _check_continuation
-from symbiosis.serving.http.incoming import connections
-from symbiosis.serving.http.link.lanes import LARGE, MANY_CHOICES, Lanes
-from symbiosis.serving.http.link.messages import FrontOptions, Welcome
-from symbiosis.serving.http.schemas import Continuation
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.incoming import connections
+from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
+from symbiosis.server.ipc.tenant_threads import LARGE, MANY_CHOICES, TenantThreads
+from symbiosis.server.openai_protocol import Continuation
+from symbiosis.server.serving_state import ServingState, _check_continuation
+from symbiosis.serving.engine.engine_stats import EngineStats
 from symbiosis.serving.request import Request
 from tests.unit.test_serving_detokenize import bytes_tokenizer
 
@@ -47,22 +47,22 @@ def test_what_takes_long_is_made_in_a_thread(size: int, choices: int, in_thread:
     async def never() -> Any:
         await asyncio.Event().wait()
 
-    lanes = Lanes(2, "test-front")
-    front = cast(Front, SimpleNamespace(_lanes=lanes))
+    lanes = TenantThreads(2, "test-front")
+    front = cast(ServingState, SimpleNamespace(_lanes=lanes))
     request, tenant = cast(Any, SimpleNamespace(receive=never)), cast(Any, SimpleNamespace(name="anna"))
-    made = asyncio.run(Front.made(front, request, tenant, size, choices, threading.current_thread))
+    made = asyncio.run(ServingState.made(front, request, tenant, size, choices, threading.current_thread))
     assert (made is not threading.current_thread()) == in_thread
     lanes.close()
 
 
-def keyed(tmp_path: Path, most: int) -> Front:
+def keyed(tmp_path: Path, most: int) -> ServingState:
     """A front end that two tenants have keys of."""
     file = tmp_path / "keys"
     file.write_text("eve eves-own-key\nbob bobs-own-key\n")
     file.chmod(0o600)
-    welcome = Welcome(model="demo", longest=64, most_tokens=64, vocabulary=8)
+    welcome = EngineReady(model="demo", longest=64, most_tokens=64, vocabulary=8)
     remote: Any = SimpleNamespace(welcome=welcome, drained=asyncio.Event(), under_way=0, places=None)
-    return Front(
+    return ServingState(
         remote, bytes_tokenizer(), FrontOptions(model="demo", folder="", api_keys=str(file), max_requests=most)
     )
 
@@ -71,8 +71,8 @@ def test_what_is_prepared_waits(tmp_path: Path) -> None:
     """... and what the engine has not taken, so that what runs and what waits are all that is under way."""
     front = keyed(tmp_path, most=12)
 
-    async def told(kind: type, verb: str) -> Figures:
-        return Figures(running=2, waiting=1)
+    async def told(kind: type, verb: str) -> EngineStats:
+        return EngineStats(running=2, waiting=1)
 
     front.remote.ask, front.remote.completions = told, 5  # type: ignore[method-assign, misc]
     body: Any = SimpleNamespace(completions=2, continuation=None)
@@ -114,9 +114,9 @@ def test_a_key_may_ask_however_few_requests_there_may_be(tmp_path: Path) -> None
 def test_half_of_the_descriptors_are_for_those_who_are_known(
     limit: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections.Connection, "strangers", connections.Strangers())
+    monkeypatch.setattr(connections.HttpConnection, "strangers", connections.UnauthenticatedConnections())
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, limit))
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: None)
     connections.take_all_descriptors()
-    assert connections.Connection.strangers._most == most
-    assert connections.Connection.strangers._of_an_address == min(most, connections.MOST_OF_AN_ADDRESS)
+    assert connections.HttpConnection.strangers._most == most
+    assert connections.HttpConnection.strangers._of_an_address == min(most, connections.MOST_OF_AN_ADDRESS)

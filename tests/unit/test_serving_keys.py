@@ -7,9 +7,9 @@ import pytest
 from starlette.requests import Request
 
 from symbiosis.errors import ConfigError
-from symbiosis.serving.http.failures import ApiError
-from symbiosis.serving.http.incoming.keyed import Keyed
-from symbiosis.serving.http.keys import LONGEST_FILE, Keys, Tenant, read_keys
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.api_keys import LONGEST_FILE, Keys, Tenant, read_keys
+from symbiosis.server.incoming.authentication import Authentication
 from tests.secret_files import write_secret
 
 
@@ -73,18 +73,18 @@ OWN = (
 
 @pytest.mark.parametrize("headers", FOREIGN)
 def test_a_page_of_another_site_does_not_use_a_server_without_keys(headers: dict[str, str]) -> None:
-    for ask in (Keyed(None).tenant, Keyed(None).administrator):
+    for ask in (Authentication(None).tenant, Authentication(None).administrator):
         with refused(403):
             ask(sent(**headers))
 
 
 @pytest.mark.parametrize("headers", OWN)
 def test_its_own_page_and_programs_do(headers: dict[str, str]) -> None:
-    assert Keyed(None).tenant(sent(**headers)).name == ""
+    assert Authentication(None).tenant(sent(**headers)).name == ""
 
 
 def test_with_a_key_any_page_may_ask(file: Path) -> None:
-    assert Keyed(str(file)).tenant(sent(authorization="Bearer sk-anna-1234", **FOREIGN[0])).name == "anna"
+    assert Authentication(str(file)).tenant(sent(authorization="Bearer sk-anna-1234", **FOREIGN[0])).name == "anna"
 
 
 def test_a_tenant_has_so_many_requests_under_way() -> None:

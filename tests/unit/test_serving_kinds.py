@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from symbiosis.serving.adapters.kinds import _scaled
+from symbiosis.serving.lora.adapter_kinds import _scaled
 
 
 @pytest.mark.parametrize("scaling", [2.0, 0.25, -1.0, 1e6, 1.5, 0.0, 2.0**-20, 2.0**20])

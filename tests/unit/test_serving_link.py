@@ -9,32 +9,32 @@ from collections.abc import Callable
 import pytest
 
 from symbiosis.errors import AdapterError
-from symbiosis.serving.engine.figures import Figures
-from symbiosis.serving.http.failures import ApiError
-from symbiosis.serving.http.incoming.sharing import Room
-from symbiosis.serving.http.link import engine_side
-from symbiosis.serving.http.link.engine_side import Link
-from symbiosis.serving.http.link.http_side import RemoteEngine
-from symbiosis.serving.http.link.messages import (
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.incoming.fair_share import FairShare
+from symbiosis.server.ipc import engine_server
+from symbiosis.server.ipc.engine_client import EngineClient
+from symbiosis.server.ipc.engine_ipc import (
     LENGTH,
     Answer,
     Ask,
     Cancel,
+    EngineReady,
     Outputs,
     Refused,
     Submit,
-    Welcome,
     framed,
     from_engine,
 )
+from symbiosis.server.ipc.engine_server import EngineServer
+from symbiosis.serving.engine.engine_stats import EngineStats
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 
 
 async def _given_to_two(first: list[ApiError], second: list[Output | ApiError]) -> bool:
     """Give outputs to two requests, the first of which cannot take its own. Return whether the link is still there."""
     ours, theirs = socket.socketpair()
-    ours.sendall(framed(Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8)))
-    remote = await RemoteEngine.connect(theirs)
+    ours.sendall(framed(EngineReady(model="demo", longest=8, most_tokens=8, vocabulary=8)))
+    remote = await EngineClient.connect(theirs)
 
     def broken(output: Output | ApiError) -> None:
         if isinstance(output, ApiError):
@@ -66,9 +66,9 @@ def test_an_output_that_cannot_be_taken_ends_its_own_request_only() -> None:
 async def _cancelled(taken: list[Output | ApiError]) -> list[int]:
     """Cancel two of three requests, and return how many are under way, then and after each message of the engine's."""
     ours, theirs = socket.socketpair()
-    ours.sendall(framed(Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8)))
-    remote = await RemoteEngine.connect(theirs)
-    remote.places = Room(12)
+    ours.sendall(framed(EngineReady(model="demo", longest=8, most_tokens=8, vocabulary=8)))
+    remote = await EngineClient.connect(theirs)
+    remote.places = FairShare(12)
     for id, completions in ((1, 2), (2, 1), (3, 1)):
         remote.submit(Request(id=id, prompt=(1,), completions=completions), taken.append)
     for id in (1, 2, 1):
@@ -121,7 +121,7 @@ def test_a_refused_adapter_is_logged_once_for_all_who_ask(caplog: pytest.LogCapt
     ours, theirs = socket.socketpair()
     theirs.settimeout(20)
     engine = _Refuses()
-    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    link = EngineServer(engine, ours, EngineReady(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
     with theirs.makefile("rb") as stream:
 
         def refuse(id: int, why: str) -> None:
@@ -168,15 +168,15 @@ class _Busy:
     def remove(self, name: str) -> None:
         assert self.may_go_on.wait(20)
 
-    def figures(self) -> Figures:
-        return Figures()
+    def figures(self) -> EngineStats:
+        return EngineStats()
 
 
 def test_what_waits_to_be_removed_holds_up_no_other_question() -> None:
     ours, theirs = socket.socketpair()
     theirs.settimeout(20)
     engine = _Busy()
-    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    link = EngineServer(engine, ours, EngineReady(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
     for number in range(8):
         theirs.sendall(framed(Ask(number, "remove", ("mine",))))
     theirs.sendall(framed(Ask(8, "figures")))
@@ -196,7 +196,7 @@ def test_the_engine_says_that_it_has_not_begun_what_was_cancelled_before() -> No
     ours, theirs = socket.socketpair()
     theirs.settimeout(20)
     engine = _Busy()
-    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    link = EngineServer(engine, ours, EngineReady(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
     for id in range(40):  # more than there are threads
         theirs.sendall(framed(Submit(Request(id=id, prompt=(1,), adapter="mine"))))
     theirs.sendall(framed(Cancel(39)))
@@ -217,7 +217,7 @@ def test_an_adapter_that_is_read_holds_up_no_schema_of_others() -> None:
         assert engine.may_go_on.wait(20) if request.adapter else begun.set() is None
 
     engine.submit = submit  # type: ignore[method-assign]
-    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    link = EngineServer(engine, ours, EngineReady(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
     schema = Sampling(schema="{}")
     for id in range(3):
         asked = Request(id=id, prompt=(1,), sampling=schema, adapter=None if id == 2 else "mine")
@@ -243,7 +243,7 @@ def test_what_is_cancelled_while_it_is_begun_is_cancelled_then() -> None:
         ended.set()
 
     engine.submit, engine.cancel = submit, cancel  # type: ignore[method-assign]
-    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    link = EngineServer(engine, ours, EngineReady(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
     theirs.sendall(framed(Submit(Request(id=5, prompt=(1,), adapter="mine"))))
     assert begins.wait(20)
     theirs.sendall(framed(Cancel(5)))
@@ -260,11 +260,11 @@ def test_what_is_cancelled_while_it_is_begun_is_cancelled_then() -> None:
 
 
 def test_a_process_that_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_side, "MOST_UNREAD", 100)
+    monkeypatch.setattr(engine_server, "MOST_UNREAD", 100)
     ours, theirs = socket.socketpair()
     engine, pauses = _Busy(), list[Callable[[], None]]()
     engine.on_pause = pauses.append  # type: ignore[method-assign]
-    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    link = EngineServer(engine, ours, EngineReady(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
     tokens = tuple(map(Token, range(10_000)))
     for _ in range(101):
         link._on_output(Output(request=1, tokens=tokens))
@@ -279,8 +279,8 @@ def test_a_process_that_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPa
 async def _calls_for(outputs: int) -> list[int]:
     """How many outputs of one message there were each time that something was called at a pause."""
     ours, theirs = socket.socketpair()
-    ours.sendall(framed(Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8)))
-    remote = await RemoteEngine.connect(theirs)
+    ours.sendall(framed(EngineReady(model="demo", longest=8, most_tokens=8, vocabulary=8)))
+    remote = await EngineClient.connect(theirs)
     taken, calls, called = list[Output | ApiError](), list[int](), asyncio.Event()
 
     def at_pause() -> None:

@@ -12,32 +12,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from symbiosis.cluster.front.app import Front, make_app
-from symbiosis.cluster.front.view import Seen, View
-from symbiosis.clusters import Member, Told
-from symbiosis.logs import TextFormatter
-from symbiosis.serving.http.failures import KINDS, REASONS, ApiError
-from symbiosis.serving.http.labelled import MOST, MOST_KNOWN, OTHER, Labelled
-from symbiosis.serving.http.observer import Observer
-from symbiosis.serving.http.record import RequestRecord
+from symbiosis.base.logs import TextFormatter
+from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
+from symbiosis.protocol.cluster_state import Member, Told
+from symbiosis.server.api_errors import KINDS, REASONS, ApiError
+from symbiosis.server.labelled_figures import MOST, MOST_KNOWN, OTHER, Labelled
+from symbiosis.server.observer import Observer
+from symbiosis.server.request_record import RequestRecord
 from tests.unit.test_cluster_view import view_of
 
 KEY = "eves-own-secret-key"
 
 
-def front(folder: Path) -> Front:
+def front(folder: Path) -> RouterState:
     """A front end whose only server takes nothing yet."""
     (folder / "keys").write_text(f"eve {KEY} requests=1\nroot roots-own-secret-key admin\n")
     (folder / "keys").chmod(0o600)
-    view = View("none", {})
+    view = ServerRegistry("none", {})
     member = Member(name="m-server-1", kind="server", model="m", number=1, batch=8, share=4, most=4096)
     view.told, view.seen = Told(name="none", url="", members=(member,)), {1: Seen(member)}
-    made = Front(view, str(folder / "keys"))
+    made = RouterState(view, str(folder / "keys"))
     made.observer = Observer(every_s=0.1)
     return made
 
 
-def http(front: Front) -> httpx.AsyncClient:
+def http(front: RouterState) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://127.0.0.1")
 
 
@@ -191,7 +191,7 @@ def test_a_label_that_is_used_most_gets_series_of_its_own_however_late_it_comes(
 
 def test_series_of_an_adapter_go_with_it(tmp_path: Path) -> None:
     """A front end finds adapters in the folder of their model."""
-    one = Front(view_of(), None)
+    one = RouterState(view_of(), None)
     one.view.told = Told(name="none", url="", members=(Member(name="a", kind="server", model="m"), Member(name="b", kind="server", model="other")), adapters={"m": str(tmp_path)})  # fmt: skip
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "adapter_config.json").write_text("{}")

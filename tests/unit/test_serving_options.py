@@ -8,13 +8,13 @@ import torch
 
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
+from symbiosis.server.http_process import tokenizer_of
+from symbiosis.server.ipc.engine_ipc import FrontOptions
+from symbiosis.server.launch.preflight import chat_template, check_adapters, folder_of, named
+from symbiosis.server.launch.serve_processes import model_name
 from symbiosis.serving.engine.detokenize import chat_tokens
-from symbiosis.serving.http.link.messages import FrontOptions
-from symbiosis.serving.http.process import tokenizer_of
-from symbiosis.serving.model import bytes_of
-from symbiosis.serving.options import ServeOptions
-from symbiosis.tools.serve.preflight import chat_template, check_adapters, folder_of, named
-from symbiosis.tools.serve.run import model_name
+from symbiosis.serving.runner.model_runner import bytes_of
+from symbiosis.serving.serve_options import ServeOptions
 
 
 def test_a_name_for_clients() -> None:

@@ -11,18 +11,18 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from symbiosis.cluster.front.asked import Asked
-from symbiosis.cluster.front.relay import Relay
-from symbiosis.cluster.front.upstream import Lost, Upstream
-from symbiosis.cluster.front.view import View
-from symbiosis.cluster.placement import Wish
+from symbiosis.cluster.placement import RoutingRequest
+from symbiosis.cluster.router.completion_fields import CompletionFields
+from symbiosis.cluster.router.relay import Relay
+from symbiosis.cluster.router.server_registry import ServerRegistry
+from symbiosis.cluster.router.upstream import Lost, Upstream
+from symbiosis.server.generation import Generation
+from symbiosis.server.incoming.connections import HttpConnection
+from symbiosis.server.incoming.fair_share import FairShare, Lease
+from symbiosis.server.long_reply import Stream
+from symbiosis.server.response_format import CompletionWords
+from symbiosis.server.sse import SseWriter, outlet_to
 from symbiosis.serving.engine.detokenize import Text
-from symbiosis.serving.http.answers import CompletionWords
-from symbiosis.serving.http.generation import Generation
-from symbiosis.serving.http.incoming.connections import Connection
-from symbiosis.serving.http.incoming.sharing import Held, Room
-from symbiosis.serving.http.outlet import Outlet, outlet_to
-from symbiosis.serving.http.replies import Stream
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 from tests.unit.test_serving_detokenize import bytes_tokenizer
 
@@ -54,7 +54,7 @@ class Remote:
 @asynccontextmanager
 async def served(app: ASGIApp, buffer: int = 0) -> AsyncIterator[asyncio.StreamReader]:
     """Serve one request with an app, and yield what reads the answer."""
-    config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(app, http=HttpConnection, ws="none", lifespan="off", log_config=None, access_log=False)
     server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
     serving, ours = asyncio.create_task(server.serve(sockets=[listener])), socket.socket()
     if buffer:
@@ -94,13 +94,13 @@ def texts_of(body: bytes, choices: int) -> list[str]:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What a task has sent."""
-    pieces, take = list[bytes](), Outlet.take
+    pieces, take = list[bytes](), SseWriter.take
 
-    async def noted(self: Outlet, body: bytes, more: bool = True) -> None:
+    async def noted(self: SseWriter, body: bytes, more: bool = True) -> None:
         pieces.append(body)
         await take(self, body, more)
 
-    monkeypatch.setattr(Outlet, "take", noted)
+    monkeypatch.setattr(SseWriter, "take", noted)
     return pieces
 
 
@@ -168,9 +168,9 @@ def test_a_reader_who_takes_nothing_for_a_while_gets_it_all(taken: list[bytes]) 
     assert max(map(len, taken)) > 10_000, "the reader was behind, and got all that was missing with one event"
 
 
-def relaying(answer: Upstream, view: View, lost: list[str]) -> tuple[Relay, ASGIApp]:
-    asked = Asked(b'{"stream": true}')
-    relay = Relay(view, "/", {}, asked, Wish(model="m"), Held(Room(1 << 20), "eve"), lambda count: None)
+def relaying(answer: Upstream, view: ServerRegistry, lost: list[str]) -> tuple[Relay, ASGIApp]:
+    asked = CompletionFields(b'{"stream": true}')
+    relay = Relay(view, "/", {}, asked, RoutingRequest(model="m"), Lease(FairShare(1 << 20), "eve"), lambda count: None)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -209,7 +209,7 @@ def test_a_front_end_hands_events_on_however_they_come(
 
     async def run() -> tuple[bytes, Relay]:
         answer.data_received(HEAD)
-        relay, app = relaying(answer, View("none", {}), lost)
+        relay, app = relaying(answer, ServerRegistry("none", {}), lost)
         async with served(app) as reader:
             for begin in range(0, len(told), size):
                 piece = told[begin : begin + size]

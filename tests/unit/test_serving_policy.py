@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.serving.scheduling import policy
-from symbiosis.serving.scheduling.policy import StepBatch
+from symbiosis.serving.scheduler import policy
+from symbiosis.serving.scheduler.policy import StepBatch
 
 
 @dataclass(eq=False)

@@ -9,14 +9,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from symbiosis.server import sse
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.generation import Choice, Delta, Generation
+from symbiosis.server.incoming.fair_share import FairShare, Lease
+from symbiosis.server.long_reply import Stream
+from symbiosis.server.response_format import ChatWords, CompletionWords, Words, counted
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.engine.reader import Reader
-from symbiosis.serving.http import outlet
-from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words, counted
-from symbiosis.serving.http.failures import ApiError
-from symbiosis.serving.http.generation import Choice, Delta, Generation
-from symbiosis.serving.http.incoming.sharing import Held, Room
-from symbiosis.serving.http.replies import Stream
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 from tests.unit.test_serving_detokenize import bytes_tokenizer
 
@@ -74,14 +74,14 @@ async def streamed(take_s: Callable[[int], float]) -> tuple[Remote, list[bytes]]
 
 
 def test_a_reader_that_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "STALL_S", STALL_S)
+    monkeypatch.setattr(sse, "STALL_S", STALL_S)
     remote, taken = asyncio.run(streamed(lambda piece: 3600.0 if piece == 2 else 0.0))
     assert len(taken) == 2 and b"[DONE]" not in taken[-1]
     assert 1 in remote.cancelled
 
 
 def test_a_slow_reader_gets_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet, "STALL_S", STALL_S)
+    monkeypatch.setattr(sse, "STALL_S", STALL_S)
     _, taken = asyncio.run(streamed(lambda piece: STALL_S / 2))
     assert len(taken) == TOKENS + 1 and taken[-1] == b"data: [DONE]\n\n"
 
@@ -231,8 +231,8 @@ def test_tokens_are_spent_as_they_come() -> None:
 
 def test_log_probabilities_that_find_no_room_end_their_own_answer() -> None:
     async def test() -> None:
-        remote, tokenizer, room = Remote(), bytes_tokenizer(), Room(16)
-        held = Held(room, "eve")
+        remote, tokenizer, room = Remote(), bytes_tokenizer(), FairShare(16)
+        held = Lease(room, "eve")
         asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS, logprobs=1))]
         generation = Generation(remote, asked, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
         generation.held = held
@@ -253,7 +253,7 @@ def test_log_probabilities_that_find_no_room_end_their_own_answer() -> None:
 def test_log_probabilities_wait_for_the_reader_of_a_stream_as_far_as_there_is_room(reads: bool) -> None:
     async def test() -> bytes:
         remote, tokenizer, taken = Remote(), bytes_tokenizer(), list[bytes]()
-        held = Held(Room(16), "eve")  # for four tokens
+        held = Lease(FairShare(16), "eve")  # for four tokens
         asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=100, logprobs=1))]
         generation = Generation(remote, asked, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
         generation.held = held

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from symbiosis.serving.adapter import Adapter
-from symbiosis.serving.choosing.sampling import begin_choice, logprobs_of, seed_of, uniform
+from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.request import Request, Sampling
-from symbiosis.serving.step import Sequence
+from symbiosis.serving.sampling.sampler import begin_choice, logprobs_of, seed_of, uniform
+from symbiosis.serving.scheduler.scheduler_output import Sequence
 
 VOCABULARY = 11
 

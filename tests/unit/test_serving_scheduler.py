@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.serving.adapter import Adapter
-from symbiosis.serving.blocks import Blocks
-from symbiosis.serving.pool import NoRoom, Pool
+from symbiosis.serving.kv_cache.block_manager import BlockManager
+from symbiosis.serving.kv_cache.page_pool import NoRoom, PagePool
+from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.request import Request, Sampling
-from symbiosis.serving.scheduling import policy as policies
-from symbiosis.serving.scheduling.scheduler import PREFETCHED, Scheduler, StepRules, Unsettled
-from symbiosis.serving.step import BLOCK, Sequence, Step
+from symbiosis.serving.scheduler import policy as policies
+from symbiosis.serving.scheduler.scheduler import PREFETCHED, Scheduler, StepRules, Unsettled
+from symbiosis.serving.scheduler.scheduler_output import BLOCK, SchedulerOutput, Sequence
 
 LAYERS = 2
 
@@ -24,7 +24,7 @@ LAYERS = 2
 class Here:
     """Adapters of one page or more in the same pool."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: BlockManager) -> None:
         self.pool, self.pages, self.pins = blocks.pool, dict[Adapter, list[int]](), dict[Adapter, int]()
         self.others_make_room = blocks.make_room
         self.fetched = 0
@@ -85,7 +85,7 @@ def sequences(
 UNKNOWN = -1  # a token that is on its way
 
 
-class KnownBlocks(Blocks):
+class KnownBlocks(BlockManager):
     """Names blocks by tokens that are known."""
 
     def keep(self, sequence: Sequence) -> None:
@@ -111,15 +111,15 @@ class Server:
         ends: int = 1 << 30,
         windows: tuple[int | None, ...] = (),
     ) -> None:
-        self.pool, self.rules, self.ahead, self.ends = Pool(pages), rules, ahead, ends
+        self.pool, self.rules, self.ahead, self.ends = PagePool(pages), rules, ahead, ends
         self.blocks = KnownBlocks(self.pool, LAYERS, windows=windows)
         self.flying: list[tuple[Sequence, int]] | None = None
-        self.before: Step | None = None
+        self.before: SchedulerOutput | None = None
         self.here = Here(self.blocks)
         self.scheduler = Scheduler(self.blocks, self.here, rules)
         self.now, self.ended = 0.0, set[tuple[int, int]]()
 
-    def step(self) -> Step | None:
+    def step(self) -> SchedulerOutput | None:
         self.now += self.TICK_S
         for late in self.scheduler.late(self.now):
             self.scheduler.drop(late.request.id)
@@ -136,7 +136,7 @@ class Server:
             self.settle()
         return step
 
-    def launch(self, step: Step) -> list[tuple[Sequence, int]] | None:
+    def launch(self, step: SchedulerOutput) -> list[tuple[Sequence, int]] | None:
         self.check(step)
         self.scheduler.launched(step)
         choosing = [segment.sequence for segment in step.segments if segment.chooses]
@@ -158,7 +158,7 @@ class Server:
                 self.scheduler.finish(sequence)
                 self.ended.add((sequence.request.id, sequence.completion))
 
-    def check(self, step: Step) -> None:
+    def check(self, step: SchedulerOutput) -> None:
         rows = 0
         for segment in step.segments:
             sequence = segment.sequence
@@ -229,7 +229,9 @@ def test_everybody_ends_and_everything_is_given_back(
 def test_texts_longer_than_the_memory_end_if_their_windows_fit(
     arrivals: list[Any], rules: StepRules, more: int, ahead: bool, windows: tuple[int | None, ...]
 ) -> None:
-    least = Blocks(Pool(1), LAYERS, windows=windows).needed_at_once(3 + 60 + 40, rules.piece) + 4  # of an adapter
+    least = (
+        BlockManager(PagePool(1), LAYERS, windows=windows).needed_at_once(3 + 60 + 40, rules.piece) + 4
+    )  # of an adapter
     play(Server(least + more, rules, ahead, windows=windows), arrivals)
 
 
@@ -559,7 +561,7 @@ class TimedServer(Server):
         each.arrived = at
         self.coming = sorted([*self.coming, each], key=lambda each: each.arrived)
 
-    def launch(self, step: Step) -> list[tuple[Sequence, int]] | None:
+    def launch(self, step: SchedulerOutput) -> list[tuple[Sequence, int]] | None:
         for _ in range(10):
             self.now += (self.WEIGHTS_S + self.ROW_S * step.rows) / 10
             came = [each.uncomputed for each in self.coming if each.arrived <= self.now]

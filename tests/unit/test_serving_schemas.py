@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.openai_fields import DEFAULTS, HARMLESS
+from symbiosis.server.openai_protocol import Body, ChatBody, CompletionBody, read, sampling_of
 from symbiosis.serving.engine.limits import LENGTHS
-from symbiosis.serving.http.failures import ApiError
-from symbiosis.serving.http.fields import DEFAULTS, HARMLESS
-from symbiosis.serving.http.schemas import Body, ChatBody, CompletionBody, read, sampling_of
 
 
 def completion(**fields: Any) -> CompletionBody:

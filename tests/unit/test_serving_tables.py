@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from symbiosis.serving.adapters.sites import _spans_of
-from symbiosis.serving.gpu.tables import EMPTY, Rows, Slots
+from symbiosis.serving.lora.target_layers import _spans_of
 from symbiosis.serving.request import Request
-from symbiosis.serving.step import Block, Fed, Segment, Sequence, Step
+from symbiosis.serving.runner.step_tables import EMPTY, Rows, Slots
+from symbiosis.serving.scheduler.scheduler_output import Block, Fed, ScheduledRequest, SchedulerOutput, Sequence
 
 CPU = torch.device("cpu")
 LAYERS, QUERIES, TILE = 2, 4, 2
@@ -21,8 +21,14 @@ def sequence(tokens: int, first_page: int) -> Sequence:
 def test_tables_say_where_each_row_belongs() -> None:
     one, many, other = sequence(9, 10), sequence(20, 20), sequence(1, 30)
     slots, rows = Slots(4, LAYERS, CPU), Rows(16, 8, QUERIES, TILE, CPU)
-    first = Step((Segment(one, 0, 1, 8, True), Segment(many, 1, 6, 14, True), Segment(other, 7, 1, 0, True)))
-    second = Step((Segment(other, 0, 1, 0, True),), Fed([0], [3], torch.arange(50, 56)))
+    first = SchedulerOutput(
+        (
+            ScheduledRequest(one, 0, 1, 8, True),
+            ScheduledRequest(many, 1, 6, 14, True),
+            ScheduledRequest(other, 7, 1, 0, True),
+        )
+    )
+    second = SchedulerOutput((ScheduledRequest(other, 0, 1, 0, True),), Fed([0], [3], torch.arange(50, 56)))
     for step, kept in ((first, [0, 6, 7]), (second, [0])):
         rows.fill(step, slots, torch.tensor(kept))
         rows.upload(step)

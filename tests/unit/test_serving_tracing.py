@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from symbiosis.serving.http import tracing
-from symbiosis.serving.http.record import RequestRecord
+from symbiosis.server import tracing
+from symbiosis.server.request_record import RequestRecord
 
 EXPORTER = '''"""An exporter of spans, as a package of somebody's would have it."""
 told = []

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.calls.plan import make_plan
-from symbiosis.executor.calls.validate import check_call, check_finite, must_be_finite
-from symbiosis.executor.compute.engine import Engine
+from symbiosis.executor.call_kinds import HostCall
+from symbiosis.executor.calls.call_plan import make_plan
+from symbiosis.executor.calls.validation import check_call, check_finite, must_be_finite
+from symbiosis.executor.compute.batch_runner import BatchRunner
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import Options
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
-from symbiosis.executor.work import HostCall
 from symbiosis.protocol import DTYPES, Call, Op, Reply, View, checked, view_of_outputs
 from symbiosis.transport.inproc import InprocPeer
 from symbiosis.transport.tensors import TORCH_DTYPE, check_values, split_payload
@@ -68,7 +68,7 @@ def computed(call: Call, payload: tuple[Tensor, ...], shape: tuple[int, ...]) ->
     work = HostCall(peer, 1, call, payload, out, make_plan(call, STORE, OPTIONS))
     rows = max(1, call.rows)
     with torch.no_grad():
-        Engine(STORE, lambda *_: None, lambda *_: None).step(
+        BatchRunner(STORE, lambda *_: None, lambda *_: None).step(
             Batch(None, [Slice(Item(1, None, rows, 0, 0.0, work), 0, rows)], 0.0)
         )
     answer = peer.replies.get_nowait()
@@ -134,7 +134,7 @@ def test_slices_and_company_get_their_own_rows() -> None:
     items = [Item(number, None, len(work.out), 0, 0.0, work) for number, work in enumerate(works)]
     items[0].ran = 8
     with torch.no_grad():
-        Engine(STORE, lambda *_: None, lambda *_: None).step(
+        BatchRunner(STORE, lambda *_: None, lambda *_: None).step(
             Batch(None, [Slice(items[0], 8, 10), Slice(items[1], 0, 3)], 0.0)
         )
     expected = torch.cat([x[8:], other]) @ STORE.weights[PLAIN].t()

@@ -16,7 +16,7 @@ from symbiosis.client.connection.lifetime import beat_every, beat_from_now_on
 from symbiosis.client.connection.reconnect import Answer, exchange
 from symbiosis.errors import CallError, Code, ConnectionLost, ProtocolError, SymbiosisError
 from symbiosis.protocol import Call
-from symbiosis.transport.accepted import MoreRoom
+from symbiosis.transport.reply_checks import MoreRoom
 from symbiosis.transport.tensors import Shapes
 
 IDLE_S = 10.0  # a lane that made no call for so long is closed

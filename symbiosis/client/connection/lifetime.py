@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from symbiosis.base.forks import at_fork
 from symbiosis.errors import RemoteWeightError
-from symbiosis.security.forks import at_fork
 from symbiosis.transport.base import Connection
 
 LONGEST_PAUSE_S = 10.0  # between two beats, however seldom the executor wants them

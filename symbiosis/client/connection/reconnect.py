@@ -22,14 +22,14 @@ from torch import Tensor
 from symbiosis import transport
 from symbiosis.build import build
 from symbiosis.client import arguments
-from symbiosis.client.connection import named
+from symbiosis.client.connection import named_endpoints
 from symbiosis.client.connection.lifetime import beat_every, beat_from_now_on
 from symbiosis.client.direct.mapped import Mapped
 from symbiosis.client.stats import Stats
 from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, ProtocolError
 from symbiosis.protocol import Call, Hello, Layer, Priority, Reply, Welcome
-from symbiosis.transport.accepted import MoreRoom
 from symbiosis.transport.patience import AWAY, JOIN_S, LONGEST_PAUSE_S, Patience, unavailable
+from symbiosis.transport.reply_checks import MoreRoom
 from symbiosis.transport.tensors import CPU, Shapes, on_host
 
 PATIENCE_S = arguments.seconds_in("SYMBIOSIS_PATIENCE_S", 60.0)  # how long a lost executor may be away
@@ -71,8 +71,8 @@ class Reconnecting:
         self.patience, asked = arguments.seconds("patience", patience), arguments.seconds("wait", wait or 0.0)
         # a cluster starts what it tells of, and knows which models there will never be
         others = wait is None and not all(map(transport.is_within_process, self._names))
-        self.wait = max(asked, self.patience if others or named.is_by_name(self._names) else 0.0)
-        self.endpoints = named.located_within(self._names, self.wait, asked)
+        self.wait = max(asked, self.patience if others or named_endpoints.is_by_name(self._names) else 0.0)
+        self.endpoints = named_endpoints.located_within(self._names, self.wait, asked)
         self.endpoint = self.endpoints[0]  # the one in use
         self.priority, self.fingerprint, self.observer = priority, fingerprint, observer
         self.share = arguments.flag("share", share)
@@ -293,8 +293,8 @@ class Reconnecting:
         return None, cause
 
     def _turn_to_next(self) -> None:
-        self.endpoints = named.brought_up_to_date(self.endpoints, self._names)
-        self.endpoint = named.after(self.endpoint, self.endpoints)
+        self.endpoints = named_endpoints.brought_up_to_date(self.endpoints, self._names)
+        self.endpoint = named_endpoints.after(self.endpoint, self.endpoints)
 
     def _hello(self, device: str | None = None) -> Hello:
         client = f"pid {os.getpid()}"

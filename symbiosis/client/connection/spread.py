@@ -37,7 +37,7 @@ from symbiosis.protocol import (
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes
 
 if TYPE_CHECKING:
-    from symbiosis.transport.cuda.client import DeviceLine
+    from symbiosis.transport.cuda.client import CudaConnection
 
 Payload = tuple[Tensor, ...]
 SPREAD = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT, Op.GROUPED))
@@ -50,7 +50,7 @@ class Caller(Protocol):
 
     def _send(self, call: Call, payload: Payload, shapes: Shapes = ()) -> list[Tensor]: ...
 
-    def _line(self, device: torch.device) -> "DeviceLine | None": ...
+    def _line(self, device: torch.device) -> "CudaConnection | None": ...
 
     def close(self, timeout: float = 1.0) -> None:
         """Leave the executor."""

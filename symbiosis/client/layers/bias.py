@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.client.requests import is_watched
-from symbiosis.client.weights.view import Handle
+from symbiosis.client.weights.remote_view import Handle
 
 
 def who_adds_bias(handle: Handle, bias: Tensor, dtype: torch.dtype, watched: bool) -> tuple[bool, bool]:

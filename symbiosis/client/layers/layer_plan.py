@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.choice import choose, excludes, matches
+from symbiosis.base.layer_names import modules_in_base, parameter_in_base
+from symbiosis.base.layer_selection import choose, excludes, matches
 from symbiosis.errors import WrapError
-from symbiosis.names import modules_in_base, parameter_in_base
 from symbiosis.protocol import Layer
 
 OTHER_SHAPE = "its shape"

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from symbiosis.base.forks import look_for_fork
 from symbiosis.client.layers.groups import GroupMember
 from symbiosis.client.privacy.fixed_point import INTEGERS, Quantum, to_floats, to_integers
 from symbiosis.client.privacy.verify import Proofs
@@ -20,9 +21,8 @@ from symbiosis.client.stats import Stats
 from symbiosis.errors import CallError, CaptureError, Code, WrapError
 from symbiosis.kernels.integers import quantise
 from symbiosis.protocol import Call, Op, Priority, View, width
-from symbiosis.security.fingerprint import digest
-from symbiosis.security.forks import look_for_fork
 from symbiosis.transport import Connection
+from symbiosis.transport.fingerprint import digest
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
 
 Group = tuple[GroupMember, ...]

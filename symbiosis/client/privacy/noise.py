@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from symbiosis.base.keystream import keystream, new_key
 from symbiosis.client import arguments
 from symbiosis.client.privacy.masked_session import Group, Pinned, asked, checked_count, must_be_two_operators
 from symbiosis.client.privacy.verify import Proofs
 from symbiosis.client.requests import rows_call
 from symbiosis.errors import WrapError
 from symbiosis.protocol import Call, Op, Priority
-from symbiosis.security.keystream import keystream, new_key
 
 if TYPE_CHECKING:
     from symbiosis.client.privacy.masked_session import PrivateSession

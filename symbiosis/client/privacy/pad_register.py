@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from symbiosis.base.folders import Use, user_folder
 from symbiosis.errors import ConfigError
-from symbiosis.security.folders import Use, user_folder
 
 COUNTER = struct.Struct("<QI")  # a number and its checksum
 

@@ -17,6 +17,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from symbiosis.base.forks import at_fork, look_for_fork
+from symbiosis.base.keystream import keystream
+from symbiosis.base.secret_files import create_secret, open_secret
 from symbiosis.client.layers.groups import GroupMember
 from symbiosis.client.privacy.masked_session import Group, IntegerLevel, PrivateSession, asked, checked_bits
 from symbiosis.client.privacy.pad_layout import (
@@ -33,9 +36,6 @@ from symbiosis.client.privacy.pad_register import Counters, Damaged, locked, pac
 from symbiosis.client.privacy.verify import Proofs
 from symbiosis.errors import ConfigError, PadsUsedUp, WrapError
 from symbiosis.protocol import MAX_GROUP, Op, Priority
-from symbiosis.security.forks import at_fork, look_for_fork
-from symbiosis.security.keystream import keystream
-from symbiosis.security.secret_files import create_secret, open_secret
 
 AT_ONCE = 64  # rows that are written off together, as every writing waits for the disk
 _AGAIN = "make another file with symbiosis pads MODEL --tokens N -o FILE, and wrap the model with it"

@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from symbiosis.base.keystream import keystream, new_key
 from symbiosis.client.privacy.masked_session import (
     Group,
     IntegerLevel,
@@ -24,7 +25,6 @@ from symbiosis.client.privacy.masked_session import (
 from symbiosis.client.privacy.verify import Proofs
 from symbiosis.errors import WrapError
 from symbiosis.protocol import Op, Priority
-from symbiosis.security.keystream import keystream, new_key
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.linalg import lstsq, vector_norm
 from torch.nn.functional import pad
 
+from symbiosis.base.keystream import keystream, new_key
 from symbiosis.client.privacy.drift import BLOCK, CUT_OFF, STEADY, Drift
 from symbiosis.client.privacy.fixed_point import INTEGERS
 from symbiosis.errors import CallError, Code
 from symbiosis.kernels.integers import digits, modular_product, product_of_bytes
 from symbiosis.protocol import Op
-from symbiosis.security.keystream import keystream, new_key
 
 if TYPE_CHECKING:
     from symbiosis.client.session import Session

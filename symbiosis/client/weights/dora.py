@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from symbiosis.client.requests import is_transformed, is_watched
+from symbiosis.client.weights.remote_view import Handle
 from symbiosis.client.weights.remote_weight import is_linear_as_served, is_remote_linear
-from symbiosis.client.weights.view import Handle
 from symbiosis.protocol import Op, Priority
 
 

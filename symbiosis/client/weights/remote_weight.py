@@ -9,9 +9,9 @@ from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves, tree_map
 
 from symbiosis.client.session import Session
-from symbiosis.client.weights.products import PRODUCTS
-from symbiosis.client.weights.sum import SUMS, RemoteSum
-from symbiosis.client.weights.view import (
+from symbiosis.client.weights.remote_products import PRODUCTS
+from symbiosis.client.weights.remote_sum import SUMS, RemoteSum
+from symbiosis.client.weights.remote_view import (
     LIKE,
     Handle,
     Lent,

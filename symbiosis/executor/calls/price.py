@@ -6,9 +6,9 @@ from math import ceil, prod
 import msgspec
 from torch import Tensor
 
-from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import Options
 from symbiosis.protocol import ITEMSIZE, WEIGHT_BITS, Call, Op
 
 MOST_SCRATCH = 1 << 30  # bytes that a turn may need besides payload and reply, if the call can be cut

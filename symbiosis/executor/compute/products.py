@@ -8,7 +8,7 @@ from functools import reduce
 
 from torch import Tensor
 
-from symbiosis.executor.calls.cut import cells, part_of
+from symbiosis.executor.calls.cells import cells, part_of
 from symbiosis.executor.model.store import Store
 from symbiosis.kernels.integers import digits, modular_product, product_of_digits
 from symbiosis.kernels.product import product, sum_of_products

@@ -9,25 +9,25 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from symbiosis.base.keystream import keystream
 from symbiosis.errors import CallError
-from symbiosis.executor.calls.cut import GRAINS, boxes
-from symbiosis.executor.calls.ops import Ops
-from symbiosis.executor.calls.validate import check_finite, check_share
+from symbiosis.executor.call_kinds import SingleCall
+from symbiosis.executor.calls.cell_ops import CellOps
+from symbiosis.executor.calls.cells import GRAINS, boxes
+from symbiosis.executor.calls.validation import check_finite, check_share
 from symbiosis.executor.compute.products import Products
 from symbiosis.executor.scheduling.queue import Batch, Slice
-from symbiosis.executor.work import SingleCall
 from symbiosis.kernels.few_rows import FewRows
 from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.product import product
 from symbiosis.protocol import Call, Op
-from symbiosis.security.keystream import keystream
 from symbiosis.transport.tensors import TORCH_DTYPE, check_ids
 
 
 class Slices:
     """Computes slices of single calls. Callable from any thread."""
 
-    def __init__(self, products: Products, ops: Ops, wait: Callable[[], None], workers: int) -> None:
+    def __init__(self, products: Products, ops: CellOps, wait: Callable[[], None], workers: int) -> None:
         """`wait` waits until the device has done what was enqueued. `workers` threads may compute at the same time."""
         self._products, self._ops, self._wait = products, ops, wait
         self._store, self._device, self._here = products.store, products.device, products.here

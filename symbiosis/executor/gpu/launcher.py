@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from symbiosis.base.folders import check_caches
 from symbiosis.errors import Code
-from symbiosis.executor.calls.ops import Ops
+from symbiosis.executor.call_kinds import DeviceCall, DeviceWork, Round, RowAddresses, Work, call_error
+from symbiosis.executor.calls.cell_ops import CellOps
 from symbiosis.executor.compute.products import Products
 from symbiosis.executor.gpu.headroom import keep_headroom
-from symbiosis.executor.gpu.timing import Pace
+from symbiosis.executor.gpu.timing import GpuTiming
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.scheduling.ranking import AGING_S
 from symbiosis.executor.scheduling.rules import JOIN_BELOW
-from symbiosis.executor.work import DeviceCall, DeviceWork, Round, RowAddresses, Work, call_error
 from symbiosis.kernels.gpu.graphs import GraphPool
 from symbiosis.protocol import Call, Op, Reply
-from symbiosis.security.folders import check_caches
 from symbiosis.transport.base import Peer, refuse
 from symbiosis.transport.cuda.driver import HIGHEST, shares_time
 from symbiosis.transport.tensors import TORCH_DTYPE
 
 if TYPE_CHECKING:
-    from symbiosis.executor.gpu.gathered import Gatherer
+    from symbiosis.executor.gpu.gathered_calls import Gatherer
     from symbiosis.executor.gpu.rounds import Rounds
     from symbiosis.kernels.gpu.few_rows import FewRowsKernel
 
@@ -42,7 +42,7 @@ class Launcher:
     """
 
     def __init__(
-        self, products: Products, ops: Ops, on_over: Callable[[Hashable, float], None], most_rows: int = 0
+        self, products: Products, ops: CellOps, on_over: Callable[[Hashable, float], None], most_rows: int = 0
     ) -> None:
         """`on_over` is told how long rounds of a key took. Memory is kept for batches of `most_rows` rows."""
         self._products, self._ops, self._on_over, self._most_rows = products, ops, on_over, most_rows
@@ -53,7 +53,7 @@ class Launcher:
         self._few: dict[Any, FewRowsKernel | None] = {}
         self.shares_time = True  # programs take turns on the GPU, as they do without MPS
         self._overtaken_until = math.inf  # after a large call was launched: from when on the others wait for it
-        self._pace: Pace | None = None
+        self._pace: GpuTiming | None = None
         self.stream = 0  # of the device; 0 where there is none
         if self.device.type == "cuda":
             check_caches()
@@ -85,7 +85,7 @@ class Launcher:
             self.shares_time = shares_time(self.device)
             self._has_few_rows = not self.shares_time and _loaded(self._store.linear_weights())
         if any(weight.dim() == 2 for weight in self._store.held):
-            self._pace = Pace(self._store.held)
+            self._pace = GpuTiming(self._store.held)
         keep_headroom(self._store.held, self._most_rows, self.device)
         log(logging.INFO, "the GPU is ready", seconds=round(perf_counter() - begun, 1))
 
@@ -282,7 +282,7 @@ def _in_range(call: DeviceCall) -> tuple[Tensor, ...]:
 def _gatherer(products: Products, pool: GraphPool) -> "Gatherer | None":
     """Make the gatherer, or return None where Triton, or the compiler that it needs, does not work."""
     try:
-        from symbiosis.executor.gpu.gathered import Gatherer
+        from symbiosis.executor.gpu.gathered_calls import Gatherer
 
         return Gatherer(products.multiply, pool)
     except Exception as error:  # whatever it is: calls are answered without it

@@ -8,9 +8,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from symbiosis.executor.gpu.gathered import Multiply, copies, nbytes_of, parts_in
+from symbiosis.executor.call_kinds import DeviceCall, Round, RowAddresses, addresses_of
+from symbiosis.executor.gpu.gathered_calls import Multiply, copies, nbytes_of, parts_in
 from symbiosis.executor.observe.log import log
-from symbiosis.executor.work import DeviceCall, Round, RowAddresses, addresses_of
 from symbiosis.kernels.gpu import LET_GO
 from symbiosis.kernels.gpu import doorbell as kernel
 from symbiosis.kernels.gpu import gather as rows

@@ -14,9 +14,9 @@ from time import perf_counter
 import torch
 
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.gpu.gathered import Multiply, power_of_two, rounded
+from symbiosis.executor.call_kinds import DeviceCall, Round, RoundKey, call_error
+from symbiosis.executor.gpu.gathered_calls import Multiply, power_of_two, rounded
 from symbiosis.executor.gpu.playback import ByKernels, ByStream, Few, Playback, for_one, load, rest, together
-from symbiosis.executor.work import DeviceCall, Round, RoundKey, call_error
 from symbiosis.kernels.gpu import gather as rows
 from symbiosis.protocol import Call
 from symbiosis.transport.base import Peer, refuse

@@ -17,7 +17,7 @@ TIMES_TRIED = 8
 NEARLY = 0.85  # of twice the time, for twice the rows
 
 
-class Pace:
+class GpuTiming:
     """Estimates the time of a product: by the bytes of its matrices, or by its rows if these are many. It measures the commonest matrix."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:

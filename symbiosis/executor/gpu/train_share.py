@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from symbiosis.executor.work import DeviceWork
+    from symbiosis.executor.call_kinds import DeviceWork
 
 DECODES_S = 0.5  # how long after a call a client still counts as decoding: longer than a token takes, or training would slow it further
 LATE_S = 1e-3  # so much of the time by which a call is launched late is made up for: the share would depend on the host's pace otherwise

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from symbiosis.config import Options
-from symbiosis.dtypes import DTYPE_BITS
+from symbiosis.base.dtypes import DTYPE_BITS
 from symbiosis.executor.model.checkpoint import AT_ONCE, header, nbytes_of
+from symbiosis.executor.options import Options
 
 EXPERTS = ".experts."
 LOADERS = 4  # threads of transformers, each with one tensor at a time

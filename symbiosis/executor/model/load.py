@@ -8,8 +8,8 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
-from symbiosis.choice import HEADS
-from symbiosis.dtypes import check_dtype
+from symbiosis.base.dtypes import check_dtype
+from symbiosis.base.layer_selection import HEADS
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL, MODEL, check_whole, path_of, weight_files
 from symbiosis.executor.model.part import load_part

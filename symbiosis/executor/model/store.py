@@ -10,14 +10,14 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from symbiosis.choice import choose, head_names, is_in, matches
+from symbiosis.base.keystream import KEY_BYTES, keystream
+from symbiosis.base.layer_names import modules_in_base, parameter_in_base
+from symbiosis.base.layer_selection import choose, head_names, is_in, matches
 from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.kernels.integers import quantise, warm
 from symbiosis.kernels.operand import cast, matrix_of
-from symbiosis.names import modules_in_base, parameter_in_base
 from symbiosis.protocol import ELSEWHERE, MAX_DIM, WEIGHT_BITS, Call, Layer, Op, View, outputs_of
-from symbiosis.security.fingerprint import digest, model_fingerprint
-from symbiosis.security.keystream import KEY_BYTES, keystream
+from symbiosis.transport.fingerprint import digest, model_fingerprint
 from symbiosis.transport.local import shared_weights
 from symbiosis.transport.tensors import CPU, DTYPE_NAME, TORCH_DTYPE
 

@@ -12,7 +12,7 @@ from symbiosis.executor.model.checkpoint import AT_ONCE
 from symbiosis.executor.model.load import load_model, structure
 from symbiosis.executor.model.store import Entry, entries
 from symbiosis.protocol import Layer
-from symbiosis.security.fingerprint import digest
+from symbiosis.transport.fingerprint import digest
 from symbiosis.transport.local.striped_weights import PartFile, in_stripes
 from symbiosis.transport.tensors import CPU, DTYPE_NAME
 

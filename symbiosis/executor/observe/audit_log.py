@@ -3,8 +3,8 @@
 from datetime import UTC, datetime
 from pathlib import Path
 
+from symbiosis.base.logs import JsonLines
 from symbiosis.errors import ConfigError
-from symbiosis.logs import JsonLines
 
 
 class AuditLog(JsonLines):

@@ -5,15 +5,15 @@ from collections import Counter
 from time import monotonic
 from typing import Any
 
+from symbiosis.base.allowance import Allowance
+from symbiosis.base.curve_keys import Tenants
+from symbiosis.base.logs import worth_logging
 from symbiosis.errors import Code
-from symbiosis.executor.account import ServedSession
+from symbiosis.executor.accounts import ServedSession
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.observe.audit_log import AuditLog
 from symbiosis.executor.observe.log import log
-from symbiosis.logs import worth_logging
 from symbiosis.protocol import Hello
-from symbiosis.security.allowance import Allowance
-from symbiosis.security.keys import Tenants
 from symbiosis.text import shown
 from symbiosis.transport import Peer
 

@@ -19,9 +19,9 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from symbiosis.endpoints import is_loopback
+from symbiosis.base.hosts import Hosts
 from symbiosis.errors import ConfigError
-from symbiosis.security.hosts import Hosts
+from symbiosis.protocol.endpoints import is_loopback
 
 MOST_CONNECTIONS = 32  # another one takes the place of the oldest
 LONGEST_HEAD = 8 << 10  # bytes of a request

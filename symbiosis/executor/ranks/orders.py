@@ -2,7 +2,7 @@
 
 import msgspec
 
-from symbiosis.config import Options
+from symbiosis.executor.options import Options
 
 
 class Order(msgspec.Struct, frozen=True):

@@ -16,7 +16,8 @@ import msgspec
 import torch
 from torch import nn
 
-from symbiosis.config import Options
+from symbiosis.base.logs import name_process, set_up_logging
+from symbiosis.base.procs import follow_parent
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.daemon import guard_process, serve_store, shared_gpu
 from symbiosis.executor.model.checkpoint import located, weight_files
@@ -26,12 +27,11 @@ from symbiosis.executor.model.store import OnGpus, Store, check_patterns, config
 from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
-from symbiosis.executor.ranks.board import Ranks
-from symbiosis.executor.ranks.exchange import Exchange
+from symbiosis.executor.options import Options
+from symbiosis.executor.ranks.descriptor_exchange import Exchange
 from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.partition import SizedTensor, whole_layers
-from symbiosis.logs import name_process, set_up_logging
-from symbiosis.procs import follow_parent
+from symbiosis.executor.ranks.rendezvous import Rendezvous
 from symbiosis.transport.local.striped_weights import mapped, opened
 
 NOT_MAPPED = "no client maps weights that lie in parts on several GPUs, so --share-weights does nothing here: their products are calls"
@@ -47,7 +47,7 @@ def main() -> None:
     follow_parent()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while it loads; a rank that serves drains
     try:
-        ranks = Ranks.at(order.file, order.rank, len(order.options.places))
+        ranks = Rendezvous.at(order.file, order.rank, len(order.options.places))
         run(order, ranks, lambda store, port: tell_service(said, order, store, port), ("127.0.0.1", 0))
     except SymbiosisError as error:
         for line in str(error).splitlines():
@@ -64,7 +64,7 @@ def tell_service(said: BinaryIO, order: Order, store: Store, port: int | None) -
 
 
 def run(
-    order: Order, ranks: Ranks, ready: Callable[[Store, int | None], None], pages_at: tuple[str, int | None]
+    order: Order, ranks: Rendezvous, ready: Callable[[Store, int | None], None], pages_at: tuple[str, int | None]
 ) -> None:
     """Load this rank's part, and serve it.
 
@@ -95,7 +95,7 @@ def tell_what_is_not_mapped(order: Order) -> None:
         log(logging.WARNING, NOT_MAPPED)
 
 
-def store_of_layers(order: Order, options: Options, ranks: Ranks) -> Store:
+def store_of_layers(order: Order, options: Options, ranks: Rendezvous) -> Store:
     """Load the layers that this rank holds. The rest of the model stays on the meta device."""
     whole = structure(order.model, options.dtype)
     check_patterns(whole, options.serve)
@@ -107,7 +107,7 @@ def store_of_layers(order: Order, options: Options, ranks: Ranks) -> Store:
     return Store(model, options.serve, options.integers, ranks)
 
 
-def agreed(order: Order, options: Options, ranks: Ranks) -> StripedModel:
+def agreed(order: Order, options: Options, ranks: Rendezvous) -> StripedModel:
     """Return the model that all ranks hold parts of. Raises `ConfigError` if they have read different ones."""
     check_patterns(structure(order.model, options.dtype), options.serve)
     striped = StripedModel(order.model, options.dtype)
@@ -116,7 +116,7 @@ def agreed(order: Order, options: Options, ranks: Ranks) -> StripedModel:
     return striped
 
 
-def store_of_parts(order: Order, options: Options, ranks: Ranks) -> Store:
+def store_of_parts(order: Order, options: Options, ranks: Rendezvous) -> Store:
     """Load this rank's part of every tensor, and map the parts of all."""
     striped = agreed(order, options, ranks)
     if order.parts:
@@ -131,21 +131,21 @@ def store_of_parts(order: Order, options: Options, ranks: Ranks) -> Store:
     return store
 
 
-def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store:
+def store_of_device_parts(order: Order, options: Options, ranks: Rendezvous) -> Store:
     """Load this rank's part of every tensor to its GPU, unless another rank has kept it, and map the parts of all."""
-    from symbiosis.transport.cuda import striped_weights
+    from symbiosis.transport.cuda import gpu_stripes
     from symbiosis.transport.cuda.driver import device_name, exported, imported
 
     device = torch.device(options.device)
     must_reach_each_other(order.options.places)
     striped = agreed(order, options, ranks)
-    layout = striped_weights.RunLayout(striped.manifest, options.all_shares, striped.tied)
+    layout = gpu_stripes.RunLayout(striped.manifest, options.all_shares, striped.tied)
     must_have_descriptors(len(layout.runs))
     if kept := ranks.kept_by_others():
         mine, digest = kept
         handles = {order.rank: [imported(descriptor) for descriptor in mine]}
     else:
-        part = striped_weights.DevicePart(layout, order.rank, device)
+        part = gpu_stripes.DevicePart(layout, order.rank, device)
         striped.read(part)
         handles, digest = {order.rank: part.sealed()}, striped.digest
         mine = [exported(handle) for handle in handles[order.rank]]
@@ -154,7 +154,7 @@ def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store
     for rank, theirs in ranks.parts(exchange, digest).items():
         exchange.hold(rank, theirs)
         handles[rank] = [imported(descriptor) for descriptor in theirs]
-    held, tensors = striped_weights.mapped(layout, handles, device)
+    held, tensors = gpu_stripes.mapped(layout, handles, device)
     store = Store(striped.fill(tensors, device), options.serve, options.integers)
     store.rank, store.ranks = order.rank, ranks.ranks
     cuts = {number: layout.cuts(number) for number in layout.begins}
@@ -190,7 +190,7 @@ def must_reach_each_other(places: Sequence[str]) -> None:
             raise ConfigError(f"{here} cannot read the memory of {there}, as --shard fsdp needs: use --shard layers")
 
 
-def store_of(order: Order, options: Options, ranks: Ranks) -> Store:
+def store_of(order: Order, options: Options, ranks: Rendezvous) -> Store:
     """Load what this rank holds."""
     if options.shard == "layers":
         return store_of_layers(order, options, ranks)

@@ -19,17 +19,17 @@ from typing import IO, BinaryIO
 import msgspec
 from msgspec.structs import replace
 
-from symbiosis import mps
-from symbiosis.config import Options
-from symbiosis.endpoints import socket_path
+from symbiosis.base.logs import set_up_logging
+from symbiosis.base.ownership import check_socket
+from symbiosis.base.procs import when_told_to_end, while_needed
 from symbiosis.errors import ConfigError
+from symbiosis.executor import mps
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
-from symbiosis.executor.ranks.figures import RankFigures, health_of
+from symbiosis.executor.options import Options
 from symbiosis.executor.ranks.orders import Order, Ready
-from symbiosis.logs import set_up_logging
-from symbiosis.procs import when_told_to_end, while_needed
-from symbiosis.security.ownership import check_socket
+from symbiosis.executor.ranks.rank_figures import RankFigures, health_of
+from symbiosis.protocol.endpoints import socket_path
 
 RANK = "from symbiosis.executor.ranks.rank import main; main()"
 MOST_STARTS = 5  # of a rank that is killed again and again before it is ready

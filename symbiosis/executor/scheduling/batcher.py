@@ -2,16 +2,16 @@
 
 Calls wait in one queue per key (layer, op, dtype, ...), and calls of one key may run as one product. `waiting.py` says which queues are
 ready, `ranking.py` which of their calls is first, and `cutting.py` how much of it runs, and with whom. They go by what is known about
-the sessions (`callers.py`, `forecast.py`) and what products cost (`costs.py`).
+the sessions (`callers.py`, `arrival_model.py`) and what products cost (`costs.py`).
 """
 
 from collections.abc import Hashable, Sequence
 from math import inf
 
+from symbiosis.executor.scheduling.arrival_model import note
 from symbiosis.executor.scheduling.callers import ALONE_S, Callers
 from symbiosis.executor.scheduling.costs import Costs
 from symbiosis.executor.scheduling.cutting import Cutting
-from symbiosis.executor.scheduling.forecast import note
 from symbiosis.executor.scheduling.queue import Batch, Item, Queues
 from symbiosis.executor.scheduling.ranking import Ranking
 from symbiosis.executor.scheduling.rules import Policy, Rules

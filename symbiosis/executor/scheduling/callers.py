@@ -3,7 +3,7 @@
 from collections.abc import Container, Hashable, Iterable, Iterator
 from math import inf
 
-from symbiosis.executor.scheduling.forecast import Habits, Rhythm
+from symbiosis.executor.scheduling.arrival_model import ArrivalModel, Habits
 from symbiosis.executor.scheduling.queue import Item
 from symbiosis.executor.scheduling.rules import Rules
 from symbiosis.executor.scheduling.tenant_use import ACTIVE_S, TenantUse
@@ -18,15 +18,15 @@ class Callers:
     def __init__(self, rules: Rules, rounds: Container[Hashable]) -> None:
         """`rounds` are the keys that may follow themselves."""
         self._rules, self._rounds = rules, rounds
-        self.sessions: dict[int, Rhythm] = {}
-        self.live: dict[int, Rhythm] = {}
+        self.sessions: dict[int, ArrivalModel] = {}
+        self.live: dict[int, ArrivalModel] = {}
         self._habits: dict[str | None, Habits] = {}  # by tenant
         self._tenants: dict[str, TenantUse] = {}  # by name
         self._recent: dict[TenantUse, None] = {}  # tenants that called lately, the last one at the end
         self._least_used = self._least_used_by_tenants = 0.0  # the least use among those that were served last
         self._looked = -inf  # when silent sessions were last looked for
 
-    def __getitem__(self, item: Item) -> Rhythm:
+    def __getitem__(self, item: Item) -> ArrivalModel:
         return self.sessions[item.session]
 
     @property
@@ -39,7 +39,7 @@ class Callers:
         if tenant is not None:
             use = self._tenants.setdefault(tenant, TenantUse(tenant, self._least_used_by_tenants))
         habits = self._habits.setdefault(tenant, Habits())
-        self.sessions[session] = Rhythm(use, habits, self._rules, self._rounds, watches, self._least_used)
+        self.sessions[session] = ArrivalModel(use, habits, self._rules, self._rounds, watches, self._least_used)
 
     def leave(self, session: int) -> list[Item]:
         """Forget a session. Return its calls that were still waiting."""
@@ -52,7 +52,7 @@ class Callers:
             self._recent.pop(rhythm.tenant, None)
         return rhythm.pending
 
-    def calls(self, rhythm: Rhythm, now: float) -> None:
+    def calls(self, rhythm: ArrivalModel, now: float) -> None:
         """Note that a session makes a call. If it had none in flight, the time that it was idle earns it no credit."""
         tenant = rhythm.tenant
         if not rhythm.watches:
@@ -63,7 +63,7 @@ class Callers:
             tenant.used = max(tenant.used, self._least_used_by_tenants - CREDIT_S)
             rhythm.used = max(rhythm.used, self._least_used)
 
-    def served(self, rhythms: Iterable[Rhythm], now: float, head: Rhythm | None = None) -> None:
+    def served(self, rhythms: Iterable[ArrivalModel], now: float, head: ArrivalModel | None = None) -> None:
         """Note that calls of these sessions run now. `head` ranked first; without it, all did. A session that becomes active later
         counts as having used at least as much as they."""
         used = tenant_used = inf

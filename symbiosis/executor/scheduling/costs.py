@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping
 
-from symbiosis.executor.scheduling.forecast import note, smooth
+from symbiosis.executor.scheduling.arrival_model import note, smooth
 from symbiosis.executor.scheduling.queue import Batch, Item
 
 USUAL_S = 4e-10  # for a multiplication, until measured

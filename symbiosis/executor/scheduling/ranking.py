@@ -12,8 +12,8 @@ has, nor on how urgent they say they are.
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+from symbiosis.executor.scheduling.arrival_model import ArrivalModel
 from symbiosis.executor.scheduling.callers import Callers
-from symbiosis.executor.scheduling.forecast import Rhythm
 from symbiosis.executor.scheduling.queue import Item, Queue, Queues
 from symbiosis.executor.scheduling.rules import Rules
 from symbiosis.executor.scheduling.tenant_use import TenantUse
@@ -70,7 +70,7 @@ class Ranking:
         return first.values()
 
     def _rank(
-        self, item: Item, caller: Rhythm | TenantUse, behind: Behind, now: float
+        self, item: Item, caller: ArrivalModel | TenantUse, behind: Behind, now: float
     ) -> tuple[int, int, int, float, float]:
         """Return the rank of a call among sessions or among tenants. A tenant's use counts first, because its priorities are only what
         it claims."""

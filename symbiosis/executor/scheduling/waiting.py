@@ -11,9 +11,9 @@ from collections.abc import Hashable, Sequence
 from math import inf
 from typing import NamedTuple
 
+from symbiosis.executor.scheduling.arrival_model import Due
 from symbiosis.executor.scheduling.callers import Callers
 from symbiosis.executor.scheduling.costs import Costs
-from symbiosis.executor.scheduling.forecast import Due
 from symbiosis.executor.scheduling.queue import Item, Queue, Queues
 from symbiosis.executor.scheduling.ranking import Behind
 from symbiosis.executor.scheduling.rules import Rules

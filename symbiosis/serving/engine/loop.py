@@ -10,19 +10,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from symbiosis.base.logs import Tracebacks, about_request
 from symbiosis.errors import ConfigError, ConnectionLost, SymbiosisError
-from symbiosis.logs import Tracebacks, about_request
-from symbiosis.serving.adapter import Adapter
-from symbiosis.serving.choosing.sampling import Chosen, begin_choice
-from symbiosis.serving.engine.figures import Figures
-from symbiosis.serving.engine.following import Following
-from symbiosis.serving.engine.job import Job
-from symbiosis.serving.engine.launched import Launched
-from symbiosis.serving.engine.suspects import Suspects
-from symbiosis.serving.model import GaveWay, Served
+from symbiosis.serving.engine.engine_stats import EngineStats
+from symbiosis.serving.engine.inflight_step import InflightStep
+from symbiosis.serving.engine.request_state import RequestState
+from symbiosis.serving.engine.step_bisect import StepBisect
+from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.request import Finish, Token
-from symbiosis.serving.scheduling.scheduler import Scheduler, Unsettled
-from symbiosis.serving.step import Segment, Sequence, Step
+from symbiosis.serving.runner.model_runner import GaveWay, ModelRunner
+from symbiosis.serving.sampling.guided_decoding import GuidedDecoding
+from symbiosis.serving.sampling.sampler import Chosen, begin_choice
+from symbiosis.serving.scheduler.scheduler import Scheduler, Unsettled
+from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
 
 logger = logging.getLogger("symbiosis")
 IDLE_S = 0.001  # between looks at adapters on their way
@@ -42,22 +42,24 @@ class Loop:
         on_ended: Called with the adapter of each request that has ended, in the engine's thread.
     """
 
-    def __init__(self, served: Served, scheduler: Scheduler, most: int, on_ended: Callable[[Adapter], None]) -> None:
+    def __init__(
+        self, served: ModelRunner, scheduler: Scheduler, most: int, on_ended: Callable[[Adapter], None]
+    ) -> None:
         self._served, self._scheduler, self._most = served, scheduler, most
         self._under_way: set[int] = set()  # requests, with those that `jobs` will have after this step
         self._coming: dict[int, int] = {}  # of those that `jobs` does not have yet: the tokens of their prompts
         served.gives_way = self._gives_way
         self._begun = 0  # completions
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, RequestState] = {}
         self._versions = Counter[int]()  # of adapters: how many of the jobs have each
-        self.figures, self.finished = Figures(), Counter[str]()
+        self.figures, self.finished = EngineStats(), Counter[str]()
         # called between two steps, when what a step tells is all told by then
         self.on_pause: Callable[[], None] = lambda: None
-        self._on_ended, self.following = on_ended, Following()
+        self._on_ended, self.following = on_ended, GuidedDecoding()
         self.ahead = served.batches and served.device.type == "cuda"  # a CPU computes when it is told to
         self.is_starved = False  # a step has failed, and no memory can be had
-        self._launched: Launched | None = None
-        self._suspects = Suspects()
+        self._launched: InflightStep | None = None
+        self._suspects = StepBisect()
         self._tracebacks = Tracebacks()
         self._messages: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
@@ -73,7 +75,7 @@ class Loop:
         if request in self._under_way:
             raise ConfigError(f"request {request} is under way already")
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: RequestState) -> None:
         with self._awake:
             self.check(job.request.id)
             self._under_way.add(job.request.id)  # before the engine's thread, which takes no lock for it, can end it
@@ -179,7 +181,7 @@ class Loop:
         if launched is not None and not (self.ahead and launched.may_be_followed):
             self._settle()
 
-    def _schedule(self, now: float) -> Step | None:
+    def _schedule(self, now: float) -> SchedulerOutput | None:
         before = self._launched
         try:
             step = self._scheduler.next_step(now, is_ahead=before is not None)
@@ -197,13 +199,13 @@ class Loop:
             self._tell(tokens)
             self.figures.steps += 1
 
-    def _launch(self, step: Step) -> Launched | None:
+    def _launch(self, step: SchedulerOutput) -> InflightStep | None:
         """Begin to compute a step. If it fails, its parts are computed by themselves, down to single segments, so that one request's error concerns no
         other."""
         try:
             chosen = self._choose(step)
             self._scheduler.launched(step)
-            return Launched.of(step, chosen)
+            return InflightStep.of(step, chosen)
         except GaveWay:
             pass
         except ConnectionLost as error:
@@ -225,7 +227,7 @@ class Loop:
                 self._end(job.request.id, Finish.ERROR, told)
         return None
 
-    def _gives_way(self, step: Step) -> bool:
+    def _gives_way(self, step: SchedulerOutput) -> bool:
         """Whether a step that is being computed is composed anew, with what has come since."""
         if not self._coming:
             return False
@@ -233,13 +235,13 @@ class Loop:
             shortest = min(self._coming.values())
         return self._scheduler.gives_way(step, time.monotonic(), shortest)
 
-    def _job_of(self, sequence: Sequence) -> Job | None:
+    def _job_of(self, sequence: Sequence) -> RequestState | None:
         """The job of a sequence that has not ended."""
         job = self.jobs.get(sequence.request.id)
         is_over = job is None or sequence.completion in job.done or sequence not in job.sequences
         return None if is_over else job
 
-    def _choose(self, step: Step) -> Chosen:
+    def _choose(self, step: SchedulerOutput) -> Chosen:
         logits = _logits(self._served, self.jobs, step)
         sequences = [segment.sequence for segment in step.segments if segment.chooses]
         allowed = {}
@@ -263,7 +265,7 @@ class Loop:
             else:
                 self._add(job, sequence, token, place + 1 - sequence.prompt_length, now)
 
-    def _add(self, job: Job, sequence: Sequence, token: Token, produced: int, now: float) -> None:
+    def _add(self, job: RequestState, sequence: Sequence, token: Token, produced: int, now: float) -> None:
         self._time_token(job, sequence, now)
         if job.grammars and token.id not in self._served.ends:
             self.following.attempt(job, partial(job.grammars[sequence.completion].take, token.id))
@@ -275,7 +277,7 @@ class Loop:
         elif not job.tell(sequence.completion, (token,)):
             self._end(job.request.id, None)
 
-    def _finish(self, job: Job, sequence: Sequence, tokens: tuple[Token, ...], finish: Finish) -> None:
+    def _finish(self, job: RequestState, sequence: Sequence, tokens: tuple[Token, ...], finish: Finish) -> None:
         self._scheduler.finish(sequence)
         self._count_end(sequence, finish)
         job.done.add(sequence.completion)
@@ -309,7 +311,7 @@ class Loop:
         if finish in (Finish.STOP, Finish.LENGTH):
             self.figures.whole_s.observe(time.monotonic() - sequence.arrived)
 
-    def _forget(self, request: int) -> Job | None:
+    def _forget(self, request: int) -> RequestState | None:
         """Forget a request, all of whose sequences are gone."""
         job = self.jobs.pop(request, None)
         if job is not None:
@@ -325,7 +327,7 @@ class Loop:
         for request in list(self.jobs):
             self._end(request, finish, error)
 
-    def _time_token(self, job: Job, sequence: Sequence, now: float) -> None:
+    def _time_token(self, job: RequestState, sequence: Sequence, now: float) -> None:
         figures, before = self.figures, job.told_at.get(sequence.completion)
         figures.generated_tokens += 1
         if before is not None:
@@ -335,12 +337,12 @@ class Loop:
             self._count_prompt(job, sequence)
         job.told_at[sequence.completion] = now
 
-    def _count_prompt(self, job: Job, sequence: Sequence) -> None:
+    def _count_prompt(self, job: RequestState, sequence: Sequence) -> None:
         if sequence.is_first:
             self.figures.queue_s.observe(sequence.began - sequence.arrived)
             self.figures.prompt_tokens += len(job.request.prompt)
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: RequestState) -> None:
         with self._awake:
             del self._coming[job.request.id]
         self.jobs[job.request.id] = job
@@ -348,12 +350,12 @@ class Loop:
         self._scheduler.add(job.sequences)
 
 
-def _logits(served: Served, jobs: Mapping[int, Job], step: Step) -> Tensor:
+def _logits(served: ModelRunner, jobs: Mapping[int, RequestState], step: SchedulerOutput) -> Tensor:
     """Return the logits of the rows that choose. Those of prompts whose log probabilities were asked for are computed with them."""
     if not any(segment.sequence.scores_prompt for segment in step.segments):
         return served.forward(step)
     rows: list[int] = []
-    parts: list[tuple[Segment, int, int]] = []
+    parts: list[tuple[ScheduledRequest, int, int]] = []
     for segment in step.segments:
         whole = segment.sequence.scores_prompt
         start = len(rows)
@@ -369,7 +371,7 @@ def _logits(served: Served, jobs: Mapping[int, Job], step: Step) -> Tensor:
     return logits[[end - 1 for segment, _, end in parts if segment.chooses]]
 
 
-def _finish_of(job: Job, sequence: Sequence, token: int, produced: int, ends: frozenset[int]) -> Finish | None:
+def _finish_of(job: RequestState, sequence: Sequence, token: int, produced: int, ends: frozenset[int]) -> Finish | None:
     sampling = job.request.sampling
     is_last = token in sampling.stop_tokens or (token in ends and not sampling.ignore_eos)
     if is_last or (job.grammars and job.grammars[sequence.completion].has_ended):

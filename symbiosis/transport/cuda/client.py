@@ -1,6 +1,6 @@
 """`local://` for clients on a GPU, the client's end: its stream makes the calls, and its CPU only enqueues them.
 
-When the executor dies, the client's stream waits. The next executor answers whatever is unanswered (`link.py`), and the stream goes on as if
+When the executor dies, the client's stream waits. The next executor answers whatever is unanswered (`handshake.py`), and the stream goes on as if
 nothing had happened, even in the middle of a captured graph. If no executor comes within the patience, the answers are filled with NaN, the
 stream is let go, and the next call raises.
 """
@@ -21,6 +21,7 @@ from torch import Tensor
 from symbiosis.errors import CallError, CallNotTaken, Code
 from symbiosis.kernels.gpu import LET_GO
 from symbiosis.protocol import ITEMSIZE, Call, Welcome
+from symbiosis.transport.cuda.captured_step import CapturedSteps, RegisteredCall, doorbell
 from symbiosis.transport.cuda.driver import (
     WRITE_32,
     DeviceMemory,
@@ -32,8 +33,7 @@ from symbiosis.transport.cuda.driver import (
     shares_time,
     why_not,
 )
-from symbiosis.transport.cuda.link import Joining, Link
-from symbiosis.transport.cuda.step import RegisteredCall, Steps, doorbell
+from symbiosis.transport.cuda.handshake import CudaHandshake, Joining
 from symbiosis.transport.cuda.words import (
     BATCHED,
     BELL,
@@ -88,7 +88,7 @@ class Shaped(NamedTuple):
     make: Callable[[int, list[int], int], None] | None
 
 
-class DeviceLine:
+class CudaConnection:
     """The calls of one process's GPU to one executor. All streams of the process may make them, one after another.
 
     The class is long because one lock and one memory bind its methods. Making, registering, giving up and forgetting a call all need to know
@@ -104,8 +104,8 @@ class DeviceLine:
         self.kernel: Any = None  # the module `kernels.gpu.small_call`, where it works
         self.noted: list[Call] | None = None  # the calls that are made, while a step is watched
         self.recorded = 0  # how often captured graphs ring for the executor's CPU
-        self._link = Link(joining, self._give_up)
-        self.steps = Steps(self._link, device, self._registered_apart)
+        self._link = CudaHandshake(joining, self._give_up)
+        self.steps = CapturedSteps(self._link, device, self._registered_apart)
         self.words = self._link.words.words
         self._newest = 0  # the segment in which calls are registered
         self._prepared: dict[Call, RegisteredCall] = {}
@@ -270,7 +270,7 @@ class DeviceLine:
     # ------------------------------------------------------------------ captured steps
 
     def begin_step(self, calls: tuple[Call, ...], shares: bool, kernel: Any) -> None:
-        """Prepare the capture of a step that will make these calls (`Steps.begin`)."""
+        """Prepare the capture of a step that will make these calls (`CapturedSteps.begin`)."""
         with self._calls:
             self._attend()
             prepared = [self._prepared.get(call) or self._prepare(call) for call in calls]

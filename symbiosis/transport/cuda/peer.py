@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symbiosis.base.ownership import peer_pid
 from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.kernels.gpu import LET_GO
 from symbiosis.protocol import (
@@ -34,10 +35,9 @@ from symbiosis.protocol import (
     decode_from_client,
     parse_call_body,
 )
-from symbiosis.security.ownership import peer_pid
-from symbiosis.transport import control
+from symbiosis.transport import control_messages
 from symbiosis.transport.base import NO_MEMORY, PeerHome, Prepared, PreparedRound, RoundWords
-from symbiosis.transport.control import answer, received
+from symbiosis.transport.control_messages import answer, received
 from symbiosis.transport.cuda.driver import (
     WRITE_32,
     CudaError,
@@ -50,7 +50,7 @@ from symbiosis.transport.cuda.driver import (
     has_atomics,
     why_not,
 )
-from symbiosis.transport.cuda.elsewhere import Place, RemoteCopies, Staging
+from symbiosis.transport.cuda.remote_gpu import Place, RemoteCopies, Staging
 from symbiosis.transport.cuda.words import (
     ANSWERED,
     BATCHED,
@@ -112,7 +112,7 @@ class DevicePeer:
         self._looking = self._gone = False
         self._beats = 0
         try:
-            control.let_in(sock, Done(), self._inbox.joined(self, hello), [self._awake])
+            control_messages.let_in(sock, Done(), self._inbox.joined(self, hello), [self._awake])
         except BaseException:  # it is refused, or has gone meanwhile
             self._inbox.left(self)
             os.close(self._awake)
@@ -140,9 +140,9 @@ class DevicePeer:
         except BlockingIOError:
             pass
         except torch.OutOfMemoryError:
-            control.tell_refusal(self._socket, CallError(Code.RESOURCE, NO_MEMORY))
+            control_messages.tell_refusal(self._socket, CallError(Code.RESOURCE, NO_MEMORY))
         except (CallError, CudaError, OSError) as error:
-            control.tell_refusal(self._socket, error)
+            control_messages.tell_refusal(self._socket, error)
         try:
             if said is not None:
                 answer(self._socket, said, weights)

@@ -34,8 +34,7 @@ from symbiosis.protocol import (
     decode_reply,
     encode_call,
 )
-from symbiosis.transport.accepted import Answers, accepted
-from symbiosis.transport.control import connected, received, send
+from symbiosis.transport.control_messages import connected, received, send
 from symbiosis.transport.local import shared_page, shared_weights, striped_weights
 from symbiosis.transport.local.segment import (
     CALL_AT,
@@ -53,6 +52,7 @@ from symbiosis.transport.local.segment import (
 from symbiosis.transport.local.shared_page import SharedPage
 from symbiosis.transport.patience import SAYS_NOTHING
 from symbiosis.transport.reactor import CAN_SPIN, fence, spin
+from symbiosis.transport.reply_checks import Answers, accepted
 from symbiosis.transport.tensors import CPU, Shapes
 
 Answer = TypeVar("Answer", bound=Control)

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
+from symbiosis.base.ownership import check_socket, is_trusted, make_folder, peer_uid, resolved, user_name
 from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.protocol import Hello
-from symbiosis.security.ownership import check_socket, is_trusted, make_folder, peer_uid, resolved, user_name
-from symbiosis.transport import control
+from symbiosis.transport import control_messages
 from symbiosis.transport.base import UNJOINED_S, ServerPort
 from symbiosis.transport.cuda.peer import DevicePeer
 from symbiosis.transport.local.peer import LocalPeer
@@ -57,7 +57,7 @@ class LocalListener:
             return
         sock.setblocking(False)
         if not is_trusted(uid := peer_uid(sock)):
-            control.tell_refusal(
+            control_messages.tell_refusal(
                 sock, CallError(Code.NOT_ALLOWED, NOT_OURS.format(user_name(os.getuid()), user_name(uid)))
             )
             sock.close()

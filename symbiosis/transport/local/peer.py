@@ -16,6 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from symbiosis.base.ownership import peer_pid
 from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.protocol import (
     CALL_SIZE,
@@ -37,10 +38,9 @@ from symbiosis.protocol import (
     parse_call_body,
     split_call,
 )
-from symbiosis.security.ownership import peer_pid
-from symbiosis.transport import control
+from symbiosis.transport import control_messages
 from symbiosis.transport.base import PeerHome, refuse
-from symbiosis.transport.control import answer, received
+from symbiosis.transport.control_messages import answer, received
 from symbiosis.transport.local.segment import (
     CALL_AT,
     CALL_BELL_AT,
@@ -99,7 +99,7 @@ class LocalPeer:
         except BlockingIOError:
             pass
         except (CallError, OSError) as error:
-            control.tell_refusal(self._socket, error)
+            control_messages.tell_refusal(self._socket, error)
             self._listener.drop(self)
 
     def _control(self, message: FromClient | Bye, fds: list[int]) -> None:
@@ -127,7 +127,7 @@ class LocalPeer:
         with select.epoll() as ear:
             ear.register(self._bells[1], select.EPOLLIN | select.EPOLLET)
             fds = [self._slab.fd, self._bells[0], ear.fileno()]
-            control.let_in(self._socket, Grown(self._slab.nbytes), welcome, fds)
+            control_messages.let_in(self._socket, Grown(self._slab.nbytes), welcome, fds)
         self._listener.reactor.watch(self._bells[0], self.look, self, on_change=True)
         self._listener.reactor.watch_bell(self)
         self.sleeping(not CAN_SPIN)

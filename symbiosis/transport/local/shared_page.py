@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 
-from symbiosis.security.ownership import peer_uid
+from symbiosis.base.ownership import peer_uid
 from symbiosis.transport.base import Advice, Direct, Peer, ServerPort, Tokens
 from symbiosis.transport.local.segment import Slab
 

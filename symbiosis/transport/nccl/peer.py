@@ -35,7 +35,7 @@ from symbiosis.protocol import (
 )
 from symbiosis.transport.base import NO_MEMORY, Prepared, ServerPort, refuse
 from symbiosis.transport.cuda.driver import device_name, new_stream
-from symbiosis.transport.cuda.elsewhere import lay_out
+from symbiosis.transport.cuda.remote_gpu import lay_out
 from symbiosis.transport.nccl import driver as nccl_driver
 from symbiosis.transport.nccl.driver import UNIQUE_BYTES, Communicator, NcclError
 from symbiosis.transport.reactor import CAN_SPIN

@@ -9,7 +9,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import NamedTuple
 
-from symbiosis.security.allowance import Allowance
+from symbiosis.base.allowance import Allowance
 from symbiosis.transport.tcp.sockets import Wire, descriptor_at, listening
 
 AT_ONCE, PER_S = 1024, 200.0  # connections from one address

@@ -8,6 +8,7 @@ from typing import Any
 
 import zmq
 
+from symbiosis.base.allowance import Allowance
 from symbiosis.errors import CallError, Code, ConfigError, ProtocolError
 from symbiosis.protocol import (
     MAGIC_CALL,
@@ -20,17 +21,16 @@ from symbiosis.protocol import (
     decode_from_client,
     encode_control,
 )
-from symbiosis.security.allowance import Allowance
 from symbiosis.transport.base import ServerPort
 from symbiosis.transport.nccl.peer import NcclPeer
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tcp.curve import Door
 from symbiosis.transport.tcp.gate import Gate
 from symbiosis.transport.tcp.handshakes import Handshakes
 from symbiosis.transport.tcp.intake import Frames, Intake, Outcome, take_call
 from symbiosis.transport.tcp.lookout import Lookout
 from symbiosis.transport.tcp.peer import TcpPeer
 from symbiosis.transport.tcp.sockets import PIECE, Wire, harden
+from symbiosis.transport.tcp.tenant_auth import TenantAuth
 from symbiosis.transport.tcp.waiting_room import Knock, WaitingRoom
 
 AT_ONCE = 64  # most messages taken in, or read, between two products
@@ -59,7 +59,7 @@ class TcpListener:
         self._active: tuple[set[str | bytes], set[str | bytes]] = set(), set()
         self._due = False  # whether `_drain` is already scheduled
         self._drained = -1  # the pass of the loop that takes in no more
-        self._door = Door.at(address, reactor, inbox)
+        self._door = TenantAuth.at(address, reactor, inbox)
         self.encrypted = self._door is not None
         self._socket = self._bound(address)
         too_much = lambda frames: self._handle(frames, room=False)  # noqa: E731
@@ -352,7 +352,7 @@ def _most_in_vain(limits: Limits) -> Allowance:
     return Allowance(most, most)
 
 
-def _router(door: Door | None, most_bytes: int) -> Any:
+def _router(door: TenantAuth | None, most_bytes: int) -> Any:
     """Return a socket that takes calls of at most so many bytes."""
     context = door.context if door else zmq.Context.instance()
     router: Any = context.socket(zmq.ROUTER)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import zmq
 
+from symbiosis.base.allowance import Allowance
 from symbiosis.protocol import Hello
-from symbiosis.security.allowance import Allowance
 from symbiosis.transport.tcp.sockets import Wire
 
 AT_ONCE, PER_S = 256, 100.0  # the default number of sessions; and joins that take a few hundredths of the loop's time

@@ -18,11 +18,12 @@ import pytest
 import zmq
 
 import symbiosis
+from symbiosis.base.allowance import Allowance
 from symbiosis.client.session import Session
-from symbiosis.config import Options
 from symbiosis.errors import Code
+from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.store import Store
-from symbiosis.executor.server import Server
+from symbiosis.executor.options import Options
 from symbiosis.protocol import (
     CALL_SIZE,
     VERSION,
@@ -37,7 +38,6 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
-from symbiosis.security.allowance import Allowance
 from symbiosis.transport.tcp.listener import AT_ONCE
 from tests import tally
 from tests.conftest import tiny_llama
@@ -236,7 +236,7 @@ def flood(endpoint: str, frames: int) -> subprocess.Popen:
 
 def test_messages_that_never_end_are_taken_by_turns() -> None:
     """Between two turns the executor computes, however fast the next message is there."""
-    server = Server(Store(tiny_llama()), Options())
+    server = ExecutorLoop(Store(tiny_llama()), Options())
     server.listen(("tcp://127.0.0.1:0",))
     listener: Any = server.listeners[0]
     handle, handled = listener._handle, []
@@ -260,7 +260,7 @@ def test_messages_that_never_end_are_taken_by_turns() -> None:
 
 
 def test_a_call_that_arrives_in_a_tick_does_not_wait_for_the_next() -> None:
-    server = Server(Store(tiny_llama()), Options(policy="immediate"))
+    server = ExecutorLoop(Store(tiny_llama()), Options(policy="immediate"))
     server.listen(("tcp://127.0.0.1:0",))
     listener: Any = server.listeners[0]
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -279,7 +279,7 @@ def test_a_call_that_arrives_in_a_tick_does_not_wait_for_the_next() -> None:
 
 def test_who_was_frozen_takes_nobody_for_hung(tmp_path: Path) -> None:
     """What clients have said meanwhile is not read yet when it looks for those who hang; afterwards it finds those who do."""
-    server = Server(Store(tiny_llama()), Options(policy="immediate", heartbeat_s=1.0))
+    server = ExecutorLoop(Store(tiny_llama()), Options(policy="immediate", heartbeat_s=1.0))
     server.listen((f"local://{tmp_path}/x.sock",))
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(lambda: RawLocal(server.listeners[0].url).join())

@@ -1,0 +1,83 @@
+"""Where the weights of a model fit: on this machine, on one of its GPUs, or on several (`symbiosis doctor --model`). It loads no torch."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from symbiosis.base.dtypes import DTYPE_BITS
+from symbiosis.base.memory import free_memory
+from symbiosis.errors import ConfigError
+from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
+from symbiosis.executor.preflight import free_gpu_memory, visible_gpus
+from symbiosis.server.launch.footprint import EXECUTOR
+
+BESIDE = (
+    1 / 16
+)  # of a device's free memory, for products and for what clients bring; on the host, an executor's process comes on top
+
+
+class Verdict(NamedTuple):
+    """What is found, how bad it is, and what to do."""
+
+    state: Literal["ok", "warn", "FAIL"]
+    text: str
+    remedy: str = ""
+
+
+def room_for(model: str) -> Verdict:
+    """Say where the weights of a model fit, as they are stored or in half as many bits."""
+    try:
+        files = weight_files(located(model))
+        if not files:
+            return Verdict("FAIL", f"there are no *.safetensors of {model}", "Name a checkpoint's folder, or a hub id")
+        stored, half = weights_nbytes(files), weights_nbytes(files, DTYPE_BITS["bfloat16"])
+    except ConfigError as error:
+        return Verdict("FAIL", str(error))
+    numbers = range(len(visible_gpus() or ()))
+    gpus = [free_gpu_memory(f"cuda:{number}") or 0 for number in numbers]
+    return fits(model, stored, min(stored, half), free_memory(), gpus)
+
+
+def fits(model: str, stored: int, half: int, host: int, gpus: Sequence[int]) -> Verdict:
+    """Say where so many bytes fit, or `half` of them: on the host, and on GPUs with so many free bytes each.
+
+    >>> fits("m", 10 << 30, 5 << 30, 64 << 30, [8 << 30, 8 << 30]).text
+    'm has 10.0 GiB of weights; free: host 64.0, cuda:0 8.0, cuda:1 8.0 GiB. It fits on: --device cpu; --devices 0,1 (5.0, 5.0 GiB)'
+    """
+    free = [("host", host), *((f"cuda:{number}", nbytes) for number, nbytes in enumerate(gpus))]
+    told = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in free)
+    text = f"{model} has {_gib(stored)} GiB of weights; free: {told} GiB"
+    if ways := ways_for(stored, host, gpus):
+        return Verdict("ok", f"{text}. It fits on: {'; '.join(ways)}")
+    if ways := ways_for(half, host, gpus):
+        return Verdict("warn", f"{text}. It fits nowhere", f"With --dtype bfloat16 it does: {'; '.join(ways)}")
+    return Verdict(
+        "FAIL", f"{text}. It fits nowhere", "End what else runs here, or take a smaller model or more devices"
+    )
+
+
+def ways_for(needed: int, host: int, gpus: Sequence[int]) -> list[str]:
+    """Return the options by which so many bytes fit: on the host, on the emptiest GPU, and on as few GPUs as hold them together."""
+    room = [int(nbytes * (1 - BESIDE)) for nbytes in gpus]
+    ways = ["--device cpu"] if needed + EXECUTOR <= host * (1 - BESIDE) else []
+    order = sorted(range(len(room)), key=lambda number: -room[number])
+    if order and needed <= room[order[0]]:
+        ways.append(f"--device cuda:{order[0]}")
+    for count in range(2, len(order) + 1):
+        chosen = sorted(order[:count])
+        if needed <= sum(room[number] for number in chosen):
+            ways.append(_several(needed, chosen, room))
+            break
+    return ways
+
+
+def _several(needed: int, chosen: Sequence[int], room: Sequence[int]) -> str:
+    """Return the options for these GPUs: equal shares if those fit, else shares by their room."""
+    count, total = len(chosen), sum(room[number] for number in chosen)
+    equal = needed / count <= min(room[number] for number in chosen)
+    parts = [needed / count if equal else needed * room[number] / total for number in chosen]
+    shares = "" if equal else f" --shares {','.join(f'{room[number] / 2**30:.1f}' for number in chosen)}"
+    return f"--devices {','.join(map(str, chosen))}{shares} ({', '.join(map(_gib, parts))} GiB)"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f}"

@@ -1,0 +1,122 @@
+"""What a front end reads of a completion: what placement needs, and nothing that takes long, however the body is made.
+
+A body is not decoded. What is long in it is skipped and counted by its characters, at memory's speed, and it is sent on as it came, with what the
+front end adds at its end: of a field that a JSON object has twice, the last one holds.
+"""
+
+from typing import Any
+
+import msgspec
+
+from symbiosis.server.api_errors import wrong
+from symbiosis.server.incoming.json_costs import without_texts
+from symbiosis.server.openai_protocol import AS_CHECKED, MOST, Continuation, decoded, refusing
+from symbiosis.serving.engine.limits import check_number
+
+MOST_PROMPTS = 4096  # of a request
+MOST_CONTINUATION = 1 << 20  # bytes
+BYTES_PER_TOKEN = 4  # of a text, about; the server counts itself
+SHORT_ANSWER, LONG_ANSWER = 16, 256  # tokens of a completion and of a chat that say nothing of their length
+
+
+class _Fields(msgspec.Struct):
+    """Of a body, what is read here. All else is skipped. Whatever is null is as if it were not there."""
+
+    model: str = ""
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: msgspec.Raw = msgspec.Raw()
+    seed: int | None = None
+    continuation: msgspec.Raw = msgspec.Raw()
+
+    def raw(self, name: str) -> bytes:
+        """Return a field as it is written; nothing if it is null."""
+        found = bytes(getattr(self, name))
+        return b"" if found == b"null" else found
+
+    def longest(self, is_chat: bool) -> int:
+        """Return how many tokens a completion may have."""
+        wanted = (
+            (self.max_completion_tokens, self.max_tokens, LONG_ANSWER) if is_chat else (self.max_tokens, SHORT_ANSWER)
+        )
+        return next(each for each in wanted if each is not None)
+
+
+class CompletionFields:
+    """One body.
+
+    >>> asked = CompletionFields(b'{"model": "m", "prompt": ["one", "two, \\\\"three\\\\""], "n": 2}')
+    >>> asked.model, asked.sequences
+    ('m', 4)
+    >>> asked.body(seed=7)
+    b'{"model": "m", "prompt": ["one", "two, \\\\"three\\\\""], "n": 2,"seed":7}'
+    """
+
+    def __init__(self, data: bytes, is_chat: bool = False) -> None:
+        fields = decoded(_Fields, data)
+        _check(fields)
+        self.model, self.seed, self.is_stream = fields.model, fields.seed, bool(fields.stream)
+        self.is_chat = is_chat
+        chat = 1, len(fields.raw("messages")) // BYTES_PER_TOKEN
+        prompts, tokens = chat if is_chat else _counts(fields.raw("prompt"))
+        completions = 1 if fields.n is None else fields.n
+        self.sequences = prompts * completions
+        self.tokens = tokens  # of all prompts
+        self.longest = fields.longest(is_chat)
+        self.most_tokens = self.sequences * self.longest
+        self.continuation = _continuation(fields.raw("continuation"))
+        self.may_be_streamed = not self.is_stream and not fields.raw("stream_options") and self.continuation is None
+        self._begin = data.rstrip()[:-1].rstrip()
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self._begin)
+
+    def body(self, **more: Any) -> bytes:
+        """Return it with these fields, whether it has them or not."""
+        added = msgspec.json.encode(more)[1:]
+        return self._begin + (b"," if more and not self._begin.endswith(b"{") else b"") + added
+
+
+def _check(fields: _Fields) -> None:
+    """Refuse numbers beyond what any server takes, in a server's words."""
+    for name in ("n", "max_tokens", "max_completion_tokens", "seed"):
+        checked = AS_CHECKED.get(name, name)
+        with refusing({checked: name}):
+            check_number(checked, getattr(fields, name))
+
+
+def _counts(prompt: bytes) -> tuple[int, int]:
+    """Return how many prompts there are, and about how many tokens they are together.
+
+    >>> _counts(b'"a text, of course"'), _counts(b"[1, 2, 3]"), _counts(b'["a", [1, 2]]'), _counts(b"[]")
+    ((1, 4), (1, 3), (2, 3), (1, 1))
+    """
+    if prompt[:1] != b"[":
+        return 1, len(prompt) // BYTES_PER_TOKEN
+    if (outside := without_texts(prompt, MOST_PROMPTS)) is None:
+        raise _too_many()
+    tokens = outside.count(b",") + 1 + (len(prompt) - len(outside)) // BYTES_PER_TOKEN
+    if outside[1:].lstrip()[:1] not in (b'"', b"["):
+        return 1, tokens
+    if outside.count(b"[") > MOST_PROMPTS:
+        raise _too_many()
+    return outside.count(b'"') + outside.count(b"[") - 1, tokens
+
+
+def _too_many() -> Exception:
+    return wrong(f"at most {MOST_PROMPTS} prompts", "prompt")
+
+
+def _continuation(given: bytes) -> Continuation | None:
+    """Return how far another front end has come with it."""
+    if len(given) > MOST_CONTINUATION:
+        raise wrong(f"a continuation has at most {MOST_CONTINUATION} bytes", "continuation")
+    if not MOST["continuation"].holds(given):
+        raise wrong(f"continuation holds too much: at most {MOST['continuation']}", "continuation")
+    return decoded(Continuation, given, "continuation") if given else None

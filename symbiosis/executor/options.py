@@ -1,0 +1,338 @@
+"""The executor's options: defaults, configuration file, command line."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from symbiosis.base.dtypes import check_dtype
+from symbiosis.errors import ConfigError
+from symbiosis.protocol import LARGEST_LIMIT, LONGEST_BEAT_S, LONGEST_NAME, MOST_RANKS, SHORTEST_BEAT_S, Limits
+from symbiosis.protocol.endpoints import HOST, of_rank, reaches_other_hosts, socket_path
+
+RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s"))
+OptionsType = TypeVar("OptionsType", bound=msgspec.Struct)
+PolicyName = Literal["immediate", "lockstep", "opportunistic"]  # `executor/scheduling/rules.py` says what they do
+LAST_GPU = 255
+SMALLEST_SHARE, LARGEST_SHARE, MOST_UNLIKE = 1e-6, 1e15, 1000
+MAY_BE_ZERO = ("max_wait_us", "spread_rows", "gather_buffers")
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that can be said about an executor. The names are the long options of `symbiosis-executor`.
+
+    >>> Options(policy="lockstep").limits.max_in_flight
+    8
+    """
+
+    model: str | None = None
+    listen: tuple[str, ...] = ()
+    device: str = "cpu"
+    devices: str | None = None
+    ranks: int | None = None
+    shard: Literal["layers", "fsdp"] = "layers"
+    shares: tuple[float, ...] = ()
+    spread_rows: int = 0
+    gather_buffers: int = 0
+    hosts: tuple[str, ...] = ()
+    mps: bool = False
+    dtype: str | None = None
+    policy: PolicyName = "opportunistic"
+    max_wait_us: int | None = None
+    max_batch_tokens: int = 4096
+    batch_invariant: bool = False
+    workers: int = 1
+    train_share: float = 0.083
+    rounds: bool = True
+    serve: tuple[str, ...] = ()
+    allow_read: bool = False
+    share_weights: bool | None = None
+    integers: tuple[int, ...] = ()
+    operator: str = ""
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    key: str | None = None
+    tenants: str | None = None
+    nccl: bool | None = None
+    audit_log: str | None = None
+    log_format: Literal["text", "json"] = "text"
+    heartbeat_s: float = 5.0
+    non_finite: Literal["refuse", "pass"] = "refuse"
+    max_call_bytes: int = Limits().max_call_bytes
+    max_rows: int = Limits().max_rows
+    max_in_flight: int = Limits().max_in_flight
+    max_sessions: int = Limits().max_sessions
+    max_tenant_sessions: int = Limits().max_tenant_sessions
+    max_tenant_in_flight: int = Limits().max_tenant_in_flight
+    max_tenant_bytes: int = Limits().max_tenant_bytes
+    max_tenant_rows_per_s: int = Limits().max_tenant_rows_per_s
+    max_call_multiplications: int = Limits().max_call_multiplications
+    max_tenant_multiplications_per_s: int = Limits().max_tenant_multiplications_per_s
+    max_tenant_bytes_per_s: int = Limits().max_tenant_bytes_per_s
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        if len(self.operator) > LONGEST_NAME or not self.operator.strip().isprintable():
+            raise ConfigError(f"operator is a name of at most {LONGEST_NAME} printable characters")
+        check_dtype(self.dtype)
+        if not set(self.integers) <= {8, 16}:
+            raise ConfigError(f"integers must be 8 or 16, the bits of quantised weights, not {self.integers}")
+        self._check_together()
+        self._check_ranks()
+        self.check_device(self.on_gpu)
+
+    def _check_numbers(self) -> None:
+        """Raise `ConfigError` if a number is out of range."""
+        for name in (
+            "max_wait_us",
+            "spread_rows",
+            "gather_buffers",
+            "max_batch_tokens",
+            "workers",
+            "ranks",
+            "heartbeat_s",
+            "max_bytes",
+            *Limits.__struct_fields__,
+        ):
+            value = getattr(self, name)
+            if value is not None and not value > 0 and name not in (*MAY_BE_ZERO, *RATES):
+                raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")
+            if value is not None and value > LARGEST_LIMIT:
+                raise ConfigError(f"{name.replace('_', '-')} must be at most 2^62, not {value}")
+        if not SHORTEST_BEAT_S <= self.heartbeat_s <= LONGEST_BEAT_S:
+            raise ConfigError(
+                f"heartbeat-s must be between {SHORTEST_BEAT_S:g} and {LONGEST_BEAT_S:g}, not {self.heartbeat_s}"
+            )
+        for name in (*MAY_BE_ZERO, *RATES):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"{name.replace('_', '-')} must not be negative, and is {getattr(self, name)}")
+        if not 0 <= (self.metrics_port or 0) <= 65535:
+            raise ConfigError(f"metrics-port must be a port from 0 to 65535, not {self.metrics_port}")
+        if not 0 < self.train_share <= 1:
+            raise ConfigError(f"train-share is a fraction of the time, above 0 and at most 1, not {self.train_share}")
+
+    def _check_together(self) -> None:
+        """Raise `ConfigError` if an option lacks another that it needs, or has one that it excludes."""
+        if (self.key is None) != (self.tenants is None):
+            raise ConfigError(
+                "key and tenants go together: the executor's own key, and the folder with the keys of those it lets in"
+            )
+        if self.mps and not self.on_gpu:
+            raise ConfigError(f"mps shares a GPU, but device is {self.device}: add --device cuda, or leave out --mps")
+        if self.share_weights and self._has_rates:
+            raise ConfigError(
+                "with share-weights clients compute products themselves, and no rate limit can slow them down: leave out either share-weights or max-tenant-...-per-s"
+            )
+
+    def _check_ranks(self) -> None:
+        """Raise `ConfigError` if there cannot be such ranks."""
+        count = len(self.places)
+        if count > MOST_RANKS:
+            raise ConfigError(f"a service has at most {MOST_RANKS} ranks, not {count}")
+        kind = self.places[0].partition(":")[0]
+        if self.devices is not None and self.device not in ("cpu", kind) and {self.device} != set(self.places):
+            raise ConfigError(
+                f"device {self.device} and devices {self.devices} contradict each other: leave out --device"
+            )
+        self._check_hosts(count)
+        if self.spread_rows and (self.shard != "fsdp" or count < 2 or self.batch_invariant):
+            raise ConfigError(
+                "spread-rows needs several ranks with --shard fsdp, each of which can answer all, and no --batch-invariant, because what is spread rounds otherwise"
+            )
+        if self.gather_buffers and (self.shard != "fsdp" or count < 2 or not self.on_gpu):
+            raise ConfigError(
+                "gather-buffers is for ranks on GPUs with --shard fsdp: anywhere else no weight has to be gathered"
+            )
+        told = ",".join(map("{:g}".format, self.shares))
+        if self.shares and (len(self.shares) != count or not all(0 < share < math.inf for share in self.shares)):
+            raise ConfigError(f"shares must be one positive number for each of {count} ranks, as 3,1, not {told}")
+        least, most = min(self.shares, default=1.0), max(self.shares, default=1.0)
+        if least < SMALLEST_SHARE or most > LARGEST_SHARE or most > MOST_UNLIKE * least:
+            raise ConfigError(
+                f"shares must be numbers from {SMALLEST_SHARE:g} to {LARGEST_SHARE:g}, the largest at most {MOST_UNLIKE} times the smallest, not {told}"
+            )
+
+    def _check_hosts(self, ranks: int) -> None:
+        """Raise `ConfigError` if there cannot be such hosts."""
+        if wrong := next((host for host in self.hosts if not HOST.fullmatch(host)), None):
+            raise ConfigError(f"hosts: {wrong!r} is no host's name or address")
+        uneven = self.hosts and ranks % len(self.hosts) and (self.ranks or self.devices)  # else torchrun says how many
+        if uneven or len(set(self.hosts)) < len(self.hosts):
+            raise ConfigError(
+                f"hosts are different ones, with as many of the {ranks} ranks on each: {len(self.hosts)} are named"
+            )
+        if self.hosts and (self.shard != "layers" or not all(map(reaches_other_hosts, self.listen))):
+            raise ConfigError("ranks on several hosts hold whole layers, and clients reach them at tcp:// only")
+
+    @property
+    def host_of_each(self) -> tuple[str, ...]:
+        """The host of each rank, if there are several."""
+        return tuple(host for host in self.hosts for _ in range(self.ranks_on_a_host))
+
+    @property
+    def ranks_on_a_host(self) -> int:
+        return len(self.places) // max(1, len(self.hosts))
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The device of each rank."""
+        if self.devices is None or self.devices == "cpu":
+            return (self.devices or self.device,) * (self.ranks or 1)
+        devices, hosts = gpus_of(self.devices), max(1, len(self.hosts))
+        each, left = divmod(self.ranks or len(devices) * hosts, len(devices) * hosts)
+        if left:
+            raise ConfigError(f"{self.ranks} ranks cannot be equally many on each of {len(devices) * hosts} devices")
+        return tuple(f"cuda:{number}" for number in devices for _ in range(each)) * hosts
+
+    @property
+    def all_shares(self) -> tuple[float, ...]:
+        """The share of each rank."""
+        return self.shares or (1.0,) * len(self.places)
+
+    def of_rank(self, rank: int) -> "Options":
+        """Return the options of one rank, which has the device and the endpoints of its own."""
+        return msgspec.structs.replace(
+            self,
+            device=self.places[rank],
+            devices=None,
+            ranks=len(self.places),
+            listen=tuple(of_rank(url, rank % self.ranks_on_a_host) for url in self.listen),
+        )
+
+    def check_device(self, on_gpu: bool) -> None:
+        """Check the options that depend on the device, which an embedded executor learns from its model."""
+        if on_gpu and self.workers > 1:
+            raise ConfigError("products run one after another on a GPU: leave out --workers")
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether clients on this host may map the weights. By default they may, unless there are rate limits."""
+        if self.share_weights is None and self._has_rates:
+            return False
+        return self.share_weights is not False and any(map(socket_path, self.listen))
+
+    @property
+    def _has_rates(self) -> bool:
+        return any(getattr(self, name) for name in RATES)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.places[0].partition(":")[0] == "cuda"
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(*(getattr(self, name) for name in Limits.__struct_fields__))
+
+
+HINTS = get_type_hints(Options)
+CHOICES = {name: get_args(hint) for name, hint in HINTS.items() if get_origin(hint) is Literal}
+PATHS = ("key", "tenants", "audit_log", "api_keys")
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def gpus_of(text: str) -> tuple[int, ...]:
+    """Return the numbers of the GPUs in a text.
+
+    >>> gpus_of("0-2,5")
+    (0, 1, 2, 5)
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, mark, last = (word.strip() for word in part.partition("-"))
+        if not first.isdecimal() or not (last.isdecimal() if mark else not last) or int(last or first) > LAST_GPU:
+            raise ConfigError(f"devices {text!r}: write the numbers of GPUs, as 0-3 or 0,2, or cpu")
+        found += range(int(first), int(last or first) + 1)
+    if len(set(found)) < len(found) or not found:
+        raise ConfigError(
+            f"devices {text!r}: name each GPU once, the lower number of a range first (ranks on one GPU: --ranks)"
+        )
+    return tuple(found)
+
+
+def load_options(given: dict[str, object], file: Path | None = None) -> Options:
+    """Load options: those from the command line (`given`, without what was not said) over those of a YAML file over the defaults.
+
+    >>> load_options({"policy": "lockstep"}).policy
+    'lockstep'
+    >>> load_options({"devices": "1"}).device
+    'cuda:1'
+    """
+    options = load_as(Options, given, file, "symbiosis-executor")
+    if options.devices and len(options.places) == 1:
+        return msgspec.structs.replace(options, device=options.places[0], devices=None)
+    return options
+
+
+def load_as(kind: type[OptionsType], given: dict[str, object], file: Path | None, command: str) -> OptionsType:
+    """Load the options of any command, which are the fields of a Struct, in the same way."""
+    values = {**(read_config_file(file, kind) if file else {}), **given}
+    values = {name: os.fspath(value) if isinstance(value, Path) else value for name, value in values.items()}
+    hints = get_type_hints(kind)
+    for name, hint in hints.items():
+        if name in values:
+            values[name] = _as_a_list(hint, values[name])
+            _check_choice(name, hint, values[name])
+    for name in PATHS:  # no shell has replaced a `~` in a file or an argument
+        if isinstance(value := values.get(name), str):
+            values[name] = os.path.expanduser(value)  # noqa: PTH111  (which keeps the string as it is otherwise)
+    return kind(**{name: _of_its_kind(name, value, hints, command) for name, value in values.items()})
+
+
+def read_config_file(file: Path, kind: type[msgspec.Struct] = Options) -> dict[str, object]:
+    """Read a file whose keys are spelt like options (`max-wait-us`), or with underscores like the fields."""
+    import yaml
+
+    from symbiosis.base.yaml_file import read_yaml
+
+    try:
+        content = read_yaml(file) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration file {file}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold `option: value` lines, not a {type(content).__name__}")
+    known = {name.replace("_", "-") for name in kind.__struct_fields__}
+    spelt = {key: str(key).replace("_", "-") for key in content}
+    if unknown := sorted(str(key) for key, option in spelt.items() if option not in known):
+        raise ConfigError(f"{file}: unknown option {', '.join(unknown)}. Known: {', '.join(sorted(known))}")
+    if twice := sorted(option for option in spelt.values() if list(spelt.values()).count(option) > 1):
+        raise ConfigError(f"{file} says {twice[0]} twice")
+    if empty := [option for key, option in spelt.items() if content[key] is None]:
+        raise ConfigError(f"{file}: {empty[0]} is empty: give it a value, or remove the line")
+    return {option.replace("-", "_"): content[key] for key, option in spelt.items()}
+
+
+def _as_a_list(hint: Any, value: object) -> object:
+    """Let one value stand for a list of it, and numbers with commas between them for theirs."""
+    if get_origin(hint) is not tuple or not isinstance(value, str | int | float):
+        return value
+    if get_args(hint)[0] is not float or not isinstance(value, str):
+        return (value,)
+    try:
+        return tuple(float(part) for part in value.split(","))
+    except ValueError:
+        return (value,)
+
+
+def _check_choice(name: str, hint: Any, value: object) -> None:
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        raise ConfigError(
+            f"wrong option: {value!r} is not a valid {name.replace('_', '-')}: write {' or '.join(map(str, get_args(hint)))}"
+        )
+
+
+def _of_its_kind(name: str, value: object, hints: dict[str, Any], command: str) -> Any:
+    """Return `value` as the option of this name takes it, or raise `ConfigError`."""
+    if name not in hints:
+        known = ", ".join(sorted(hints))
+        raise ConfigError(f"unknown option {name}. Known: {known} ({command} --help says what each one takes)")
+    if name == "devices" and type(value) is int:  # a file has it as a number
+        value = str(value)
+    try:
+        return msgspec.convert(value, hints[name])
+    except msgspec.ValidationError:
+        kind, *more = get_args(hints[name]) or (hints[name],)
+        wanted = KINDS[kind] + (", or a list of such" if Ellipsis in more else "")
+        raise ConfigError(f"wrong option: {name.replace('_', '-')} is {wanted}, not {value!r:.80}") from None

@@ -1,0 +1,220 @@
+"""Where the ranks of a service tell each other what they hold, by one of torch's stores: a file of the service, or what `torchrun` set up."""
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import BinaryIO
+
+import msgspec
+from msgspec.structs import replace
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from symbiosis.errors import ConfigError
+from symbiosis.executor.observe.log import ALARM_S, log
+from symbiosis.executor.ranks.descriptor_exchange import Exchange, part_of
+from symbiosis.protocol import ELSEWHERE, Layer
+from symbiosis.transport.fingerprint import of_the_model
+from symbiosis.transport.local.striped_weights import opened
+
+LONGEST_LOAD = timedelta(hours=6)  # that a rank waits for the others to load their parts
+TURN_S = 0.05  # of waiting for what a rank has yet to tell
+PAUSE_S = 0.2  # between two attempts to ask a rank that is started again
+
+
+class RankDigests(msgspec.Struct, frozen=True):
+    """What a rank tells: the digests of the tensors that it holds."""
+
+    digests: dict[int, str]
+
+
+class PartPlace(msgspec.Struct, frozen=True):
+    """What a rank tells of its part: where to open or to ask for it, and a digest of what it has read and where that lies."""
+
+    path: str
+    digest: str
+
+
+OTHER_CHECKPOINT = "rank {} reads another checkpoint than rank {}: the models' configurations or tensors differ. Give all ranks the same one"
+OTHER_THAN_BEFORE = "rank {} was started again and finds another checkpoint than before: start the service anew"
+
+
+class Rendezvous:
+    """The ranks of a service, as one of them sees them."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self._store, self.rank, self.ranks = store, rank, ranks
+        store.set_timeout(LONGEST_LOAD)
+
+    @classmethod
+    def at(cls, file: str, rank: int, ranks: int) -> "Rendezvous":
+        """Return the ranks that meet in this file."""
+        return cls(FileStore(file, ranks), rank, ranks)
+
+    def complete(self, config: str, manifest: list[Layer]) -> list[Layer]:
+        """Return the manifest with the digests of all ranks, or raise `ConfigError` if they have not loaded parts of one checkpoint."""
+        mine = {number: layer.digest for number, layer in enumerate(manifest) if layer.kind != ELSEWHERE}
+        self.agree(config, manifest)
+        told = RankDigests(mine)
+        self._tell(f"rank{self.rank}", msgspec.json.encode(told).decode())
+        return merged(manifest, [told if rank == self.rank else self._heard(rank) for rank in range(self.ranks)])
+
+    def agree(self, config: str, manifest: Sequence[Layer]) -> None:
+        """Raise `ConfigError` unless all ranks have read one configuration and tensors of the same shapes, this one in its earlier life, too."""
+        self._agree_on("model", _model(config, manifest))
+
+    def agree_on_values(self, sample: str) -> None:
+        """Raise `ConfigError` unless all ranks have found this `sample` of their checkpoints, this one in its earlier life, too."""
+        self._agree_on("sample", sample)
+
+    def _agree_on(self, what: str, mine: str) -> None:
+        self._tell(f"{what}{self.rank}", mine)
+        for rank in range(self.ranks):
+            if self._get(what, rank) != mine:
+                raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
+
+    def files(self, file: BinaryIO, phases: Sequence[int], digest: str) -> list[BinaryIO]:
+        """Tell the others of this rank's file, and return the files of all. They are opened by way of the processes that made them.
+
+        Args:
+            phases: Where tensors begin in the file.
+            digest: Of all tensors, as this rank has read them.
+        """
+        of_all = hashlib.sha256(f"{phases} {digest}".encode()).hexdigest()
+        told = self._tell_place(f"/proc/{os.getpid()}/fd/{file.fileno()}", of_all)
+        return [file if rank == self.rank else self._opened(rank, told) for rank in range(self.ranks)]
+
+    def kept_by_others(self) -> tuple[list[int], str] | None:
+        """Return descriptors of this rank's part, and its digest, if another rank has kept it from this one's earlier life."""
+        for rank in range(self.ranks):
+            if rank != self.rank and self._store.check([f"file{rank}"]) and self._store.check([f"file{self.rank}"]):
+                with suppress(OSError):
+                    found = part_of(self.rank, self._place(rank).path)
+                    if found is not None:
+                        return found, self._place(self.rank).digest
+        return None
+
+    def parts(self, exchange: Exchange, digest: str) -> dict[int, list[int]]:
+        """Tell the others where this rank hands out its part, and return descriptors of theirs, by rank."""
+        told = self._tell_place(exchange.address, digest)
+        return {rank: self._part(rank, told) for rank in range(self.ranks) if rank != self.rank}
+
+    def names(self, mine: str) -> tuple[str, ...]:
+        """Tell the others the name of this rank's GPU, and return those of all."""
+        self._store.set(f"gpu{self.rank}", mine)
+        return tuple(self._get("gpu", rank) for rank in range(self.ranks))
+
+    def note(self, what: str) -> None:
+        """Note that this rank has done something that others wait for."""
+        self._store.set(f"{what}{self.rank}", "done")
+
+    def forget(self, what: str) -> None:
+        """Forget what this rank has told or noted in an earlier attempt."""
+        self._store.delete_key(f"{what}{self.rank}")
+
+    def wait_for(self, what: str, rank: int) -> None:
+        """Wait until another rank has noted this."""
+        self._get(what, rank)
+
+    def all_ready(self, layers: int, nbytes: int) -> list[tuple[int, int]]:
+        """Tell the others how many layers and bytes this rank serves; to the first, return those of all, once all are ready."""
+        self._store.set(f"ready{self.rank}", f"{layers} {nbytes}")
+        told = [self._get("ready", rank).split() for rank in range(self.ranks * (self.rank == 0))]
+        return [(int(one), int(two)) for one, two in told]
+
+    def _opened(self, rank: int, mine: PartPlace) -> BinaryIO:
+        try:
+            return opened(self._place(rank, mine).path)
+        except FileNotFoundError:
+            raise ConfigError(f"rank {rank} ended before this one had mapped its part") from None
+
+    def _part(self, rank: int, mine: PartPlace) -> list[int]:
+        """Ask a rank for its part, again if it has died meanwhile and is started again."""
+        wait = Wait(rank)
+        while True:
+            with suppress(OSError):
+                found = part_of(rank, self._place(rank, mine).path)
+                if found is not None:  # a small model's part may be nothing at all
+                    return found
+            wait.turn(PAUSE_S)
+
+    def _tell_place(self, path: str, digest: str) -> PartPlace:
+        told = PartPlace(path, digest)
+        self._store.set(f"file{self.rank}", msgspec.json.encode(told).decode())
+        return told
+
+    def _place(self, rank: int, mine: PartPlace | None = None) -> PartPlace:
+        """Return what a rank has told, which must have read what is `mine`."""
+        place = msgspec.json.decode(self._get("file", rank), type=PartPlace)
+        if mine is not None and place.digest != mine.digest:
+            raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
+        return place
+
+    def _tell(self, key: str, said: str) -> None:
+        """Tell the others something that is the same in each life of this rank."""
+        if self._store.check([key]) and self._store.get(key).decode() != said:
+            raise ConfigError(OTHER_THAN_BEFORE.format(self.rank))
+        self._store.set(key, said)
+
+    def _heard(self, rank: int) -> RankDigests:
+        return msgspec.json.decode(self._get("rank", rank), type=RankDigests)
+
+    def _get(self, what: str, rank: int) -> str:
+        """Wait until a rank has told this. The wait is in short turns: a store would let no signal handler run, and so nobody end it."""
+        key, wait = f"{what}{rank}", Wait(rank)
+        while not self._store.check([key]):
+            wait.turn(TURN_S)
+        return self._store.get(key).decode()
+
+
+class Wait:
+    """One wait for another rank, of which the log tells from time to time."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._begun = rank, time.monotonic()
+        self._tell_at = self._begun + ALARM_S
+
+    def turn(self, seconds: float) -> None:
+        """Wait so long, or raise `ConfigError` if it has been too long already."""
+        now = time.monotonic()
+        if now > self._begun + LONGEST_LOAD.total_seconds():
+            raise ConfigError(f"rank {self._rank} has not loaded its part: start the service anew")
+        if now > self._tell_at:
+            log(logging.INFO, "waiting for another rank", rank=self._rank, seconds=round(now - self._begun))
+            self._tell_at = now + ALARM_S
+        time.sleep(seconds)
+
+
+def _model(config: str, manifest: Sequence[Layer]) -> str:
+    shapes = "\n".join(f"{layer.name}|{layer.shape}|{layer.dtype}" for layer in manifest)
+    return hashlib.sha256(f"{of_the_model(config)}\n{shapes}".encode()).hexdigest()
+
+
+def merged(manifest: Sequence[Layer], told: Sequence[RankDigests]) -> list[Layer]:
+    """Return the manifest with the digests that all ranks told.
+
+    >>> part = Layer("up", ELSEWHERE, (4, 4), "float32", "")
+    >>> merged([part], [RankDigests({}), RankDigests({0: "d"})])[0].digest
+    'd'
+    """
+    digests: dict[int, str] = {}
+    for one in told:
+        digests |= one.digests
+    return [replace(layer, digest=digests[number]) for number, layer in enumerate(manifest)]
+
+
+def launched_store() -> tuple[Store, int]:
+    """Return the store that torch's launcher has brought, and this process's rank.
+
+    The launcher keeps its store when it starts all ranks again. On one host each attempt has keys of its own. On several, the launcher counts
+    attempts on each host apart, so there ranks see what the last attempt told; what may differ then is forgotten (`Rendezvous.forget`).
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, _ = next(rendezvous("env://"))
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        store = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return store, rank

@@ -1,0 +1,164 @@
+"""Errors in the form that OpenAI's clients read, and apps that answer so."""
+
+import errno
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from symbiosis.base.hosts import Hosts
+from symbiosis.server.request_record import this_request
+
+logger = logging.getLogger("symbiosis")
+Shared = TypeVar("Shared")
+
+UNKNOWN_HOST = (
+    "this server is not known as {!r}: ask for it by its address, or start it with --allowed-hosts and that name"
+)
+REASONS = {  # in logs and figures, unless whoever raises it knows better
+    400: "invalid_request", 401: "unknown_key", 403: "forbidden", 404: "not_found", 405: "no_such_method", 408: "body_too_slow", 413: "body_too_large",
+    429: "too_many_requests", 431: "head_too_large", 500: "failed", 503: "unavailable", 507: "disk_full",
+}  # fmt: skip
+KINDS = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+LASTING = (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.INSUFFICIENT_STORAGE)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class ApiError(Exception):
+    """An error that ends a request with this status. `reason` is one of few words, for logs and figures.
+
+    >>> ApiError(404, "there is no model 'x'", code="model_not_found").body["error"]["type"]
+    'not_found_error'
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_s: float = 0.0,
+        reason: str = "",
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.retry_s = HTTPStatus(status), retry_s
+        self.reason = reason or REASONS.get(status, "other")
+        kind = KINDS.get(self.status, "server_error" if status >= 500 else "invalid_request_error")
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def note(self) -> None:
+        """Note it with the request that is being answered."""
+        this_request().refuse(self.status, self.reason, str(self))
+
+    def response(self) -> Response:
+        self.note()
+        headers = {"retry-after": str(max(1, round(self.retry_s)))} if self.retry_s else {}
+        if self.status is HTTPStatus.UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
+        if self.status in LASTING:  # an adapter or the server is at fault, and will be
+            headers["x-should-retry"] = "false"
+        return Response(msgspec.json.encode(self.body), self.status, headers, "application/json")
+
+
+def wrong(message: str, param: str | None = None, code: str | None = None, reason: str = "") -> ApiError:
+    """Return the error that says what is wrong with what a client sent."""
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param, code, reason=reason)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error of the engine's with the field's name in the request, with which its message begins.
+
+    >>> str(renamed(wrong("prompt is empty", "prompt"), {"prompt": "messages"}))
+    'messages is empty'
+    """
+    told = error.body["error"]
+    if (name := names.get(told["param"])) is None:
+        return error
+    message = name + told["message"].removeprefix(told["param"])
+    return ApiError(error.status, message, name, told["code"], reason=error.reason)
+
+
+@contextmanager
+def storing(what: str, folder: Path) -> Iterator[None]:
+    """Tell a client that there is no room for what it sends: `what` is full. Where that lies is for the log alone."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        logger.error("no room in %s for what a client sends: %s", folder, error.strerror)
+        raise ApiError(
+            507, f"{what} is full ({error.strerror}): nothing was changed. Whoever runs the server has to make room"
+        ) from None
+
+
+def failed(error: Exception) -> ApiError:
+    """Return what a client is told of a mistake of ours."""
+    return ApiError(500, f"the server failed: {type(error).__name__}. Its log says more of request {this_request().id}")
+
+
+def unknown_model(name: str, models: Iterable[str]) -> ApiError:
+    """Return the error for a name that nothing has. `models` are those that may be told here: bases, and names for several.
+
+    >>> str(unknown_model("demp", ["demo", "chat"]))
+    "there is no model 'demp': there are 'demo', 'chat' and adapters, which GET /v1/models lists"
+    """
+    known = ", ".join(map(repr, models))
+    there = f"there are {known} and adapters, which GET /v1/models lists" if known else "none is served yet"
+    message = f"there is no model {name[:100]!r}: {there}"
+    return ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found", reason="no_such_model")
+
+
+def _answered(request: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+def _unknown_path(request: Request, error: HTTPException) -> Response:
+    what = "no such path" if error.status_code == 404 else error.detail
+    reason = "no_such_path" if error.status_code == 404 else ""
+    return ApiError(error.status_code, f"{request.method} {request.url.path}: {what}", reason=reason).response()
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    return failed(error).response()
+
+
+def only_for(hosts: Hosts, app: ASGIApp) -> ASGIApp:
+    """Return an app that answers only who asks for it by a name that is known."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        unknown = [each for each in Headers(scope=scope).getlist("host") if not hosts.has(each)]
+        answer = (
+            wrong(UNKNOWN_HOST.format(unknown[0][:100]), "host", reason="unknown_host").response() if unknown else app
+        )
+        await answer(scope, receive, send)
+
+    return checked
+
+
+def app_of(
+    shared: Shared, table: Iterable[tuple[str, str, Callable[[Shared, Request], Awaitable[ASGIApp]]]]
+) -> Starlette:
+    """Return an app with a table of methods, paths and handlers, each of which gets what they share."""
+
+    def route(method: str, path: str, handler: Callable[[Shared, Request], Awaitable[ASGIApp]]) -> Route:
+        async def endpoint(request: Request) -> Any:
+            request.scope["symbiosis.path"] = path
+            return await handler(shared, request)
+
+        return Route(path, endpoint, methods=[method])
+
+    handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path, Exception: _failed}
+    return Starlette(routes=[route(*each) for each in table], exception_handlers=handlers)

@@ -1,0 +1,271 @@
+"""API keys: who asks, and how much each may ask for at a time. The file is read again when it changes."""
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from symbiosis.base.curve_keys import moment
+from symbiosis.base.secret_files import read_secret
+from symbiosis.errors import ConfigError
+from symbiosis.server.api_errors import ApiError, wrong
+
+logger = logging.getLogger("symbiosis")
+
+LINE = "a line of it is `NAME KEY`, and may end in requests=NUMBER, tokens_per_s=NUMBER, admin, and old_key=KEY with old_key_expires=DATE"
+LOOK_EVERY_S = 1.0
+SHORTEST_KEY, LONGEST_FILE = 8, 16 << 20
+NUMBER = re.compile("[0-9]{1,15}")
+
+
+@dataclass
+class Tenant:
+    """The owner of a key. Where there are no keys, everybody is one tenant without limits."""
+
+    name: str = ""
+    digest: bytes = b""
+    old_digest: bytes = b""  # of a key that is being exchanged; empty: there is none
+    old_expires: float = inf  # in seconds since 1970
+    requests: int = 0  # most under way; 0: any number
+    tokens_per_s: int = 0
+    may_change_adapters: bool = False
+    under_way: int = 0
+    owed: float = 0.0  # tokens beyond what it may have, at `since`
+    since: float = 0.0
+
+    def admit(self, requests: int, now: float, tokens: int = 0) -> "Admission":
+        """Count so many requests as under way, and their tokens as spent, until they end. Raises `ApiError` if that is too many, or if the
+        tenant owes tokens."""
+        if self.requests and requests > self.requests:
+            raise wrong(f"this key may have {self.requests} requests under way, and this would be {requests}", "n")
+        if self.requests and self.under_way + requests > self.requests:
+            raise too_many(
+                f"this key may have {self.requests} requests under way, and has {self.under_way}",
+                1.0,
+                "requests_of_key",
+            )
+        self._pay(now)
+        if self.tokens_per_s and self.owed > 0:
+            message = f"this key may have {self.tokens_per_s} tokens per second"
+            raise too_many(message, self.owed / self.tokens_per_s, "tokens_of_key")
+        self.under_way += requests
+        self.spend(tokens)
+        return Admission(self, requests, tokens)
+
+    def leave(self, requests: int) -> None:
+        self.under_way -= requests
+
+    def spend(self, tokens: int) -> None:
+        if self.tokens_per_s:
+            self.owed += tokens
+
+    def _pay(self, now: float) -> None:
+        """Pay tokens back as time passes. What is not used is kept for one second."""
+        if self.tokens_per_s:
+            self.owed = max(self.owed - (now - self.since) * self.tokens_per_s, -float(self.tokens_per_s))
+        self.since = now
+
+
+class Admission:
+    """What a tenant has been let in with. What it has not used is given back at the end, whatever that is.
+
+    >>> tenant = Tenant("anna", tokens_per_s=10)
+    >>> admission = tenant.admit(1, now=0.0, tokens=100)
+    >>> admission.spend(30)
+    >>> admission.end()
+    >>> tenant.under_way, tenant.owed
+    (0, 30.0)
+    """
+
+    def __init__(self, tenant: Tenant, requests: int, tokens: int) -> None:
+        self.tenant, self._requests, self._reserved = tenant, requests, tokens
+        self._at_end: list[Callable[[], None]] = []
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Call this once, at the end."""
+        self._at_end.append(call)
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens that came. Those that were reserved are counted already."""
+        reserved = min(tokens, self._reserved)
+        self._reserved -= reserved
+        self.tenant.spend(tokens - reserved)
+
+    def keep(self, tokens: int) -> None:
+        """Give back what was reserved beyond so many tokens."""
+        self._give_back(self._reserved - tokens)
+
+    def end(self) -> None:
+        """Give everything back. It may be called again."""
+        self._give_back(self._reserved)
+        self.tenant.leave(self._requests)
+        self._requests = 0
+        while self._at_end:
+            self._at_end.pop()()
+
+    def _give_back(self, tokens: int) -> None:
+        if tokens > 0:
+            self._reserved -= tokens
+            self.tenant.spend(-tokens)
+
+
+class Keys:
+    """The tenants of a file. Without a file everybody is the same nameless tenant.
+
+    >>> Keys(None).tenant(None).name
+    ''
+    """
+
+    def __init__(
+        self, file: Path | None, clock: Callable[[], float] = time.monotonic, today: Callable[[], float] = time.time
+    ) -> None:
+        self._file, self.clock, self._today = file, clock, today
+        self._still_old = set[bytes]()  # keys of which was logged that they are still in use
+        self._nobody = Tenant(may_change_adapters=True)
+        self._tenants: dict[str, Tenant] = {}
+        self._stamp: tuple[int, int] | None = None
+        self._looked = clock()
+        if file is not None:
+            self._tenants, self._stamp = read_keys(file), _stamp(file)
+
+    @property
+    def are_needed(self) -> bool:
+        return self._file is not None
+
+    def tenant(self, authorization: str | None) -> Tenant:
+        """Return the tenant that has this key. The key is compared with all, and each comparison takes the same time whatever is in it."""
+        if self._file is None:
+            return self._nobody
+        self._look()
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            message = "an API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", reason="no_key")
+        digest = _digest(key.strip())
+        found = [each for each in self._tenants.values() if hmac.compare_digest(each.digest, digest)]
+        old = [each for each in self._tenants.values() if hmac.compare_digest(each.old_digest, digest)]
+        if old:
+            self._check_old(old[0])
+        if not found and not old:
+            raise ApiError(401, "the server does not know this API key", code="invalid_api_key")
+        return (found or old)[0]
+
+    def _check_old(self, tenant: Tenant) -> None:
+        """Raise `ApiError` if a tenant's old key has expired. That it is still in use is logged once."""
+        if self._today() >= tenant.old_expires:
+            message = "this API key has expired: use the new one"
+            raise ApiError(401, message, code="invalid_api_key", reason="expired_key")
+        if tenant.old_digest not in self._still_old:
+            self._still_old.add(tenant.old_digest)
+            logger.info("%s still uses its old API key", tenant.name)
+
+    def administrator(self, authorization: str | None) -> None:
+        """Raise `ApiError` unless this key may add, replace and remove adapters, which belong to everybody."""
+        if not self.tenant(authorization).may_change_adapters:
+            raise ApiError(
+                403,
+                "this key may not change adapters: `admin` in its line of the server's keys allows it",
+                code="forbidden",
+                reason="not_administrator",
+            )
+
+    def _look(self) -> None:
+        """Read the file again if it has changed. If it is wrong now, that is logged, and the keys stay as they were."""
+        if self._file is None or self.clock() - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = self.clock()
+        try:
+            if (stamp := _stamp(self._file)) == self._stamp:
+                return
+            self._stamp = stamp
+            self._take(read_keys(self._file))
+        except (ConfigError, OSError) as error:
+            logger.warning("the API keys stay as they were: %s", error)
+
+    def _take(self, read: dict[str, Tenant]) -> None:
+        """Take over what was read. A tenant keeps the requests that it has under way."""
+        for name, new in read.items():
+            if old := self._tenants.get(name):
+                if not old.tokens_per_s or not new.tokens_per_s:  # without a limit nothing is owed, nor saved up
+                    old.owed = 0.0
+                for field in ("digest", "old_digest", "old_expires", "requests", "tokens_per_s", "may_change_adapters"):
+                    setattr(old, field, getattr(new, field))
+                read[name] = old
+        self._tenants = read
+        logger.info("the API keys were read again: %d", len(read))
+
+
+def read_keys(file: Path) -> dict[str, Tenant]:
+    """Return the tenants of a file by name. A `ConfigError` never shows a key."""
+    try:
+        lines = read_secret(file, LONGEST_FILE).decode("utf-8-sig").split("\n")  # as editors on Windows write it
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the API keys in {file}: {error}") from None
+    found: dict[str, Tenant] = {}
+    digests = set[bytes]()
+    for number, line in enumerate(lines, 1):
+        if words := line.partition("#")[0].split():
+            tenant = _tenant(words, f"{file}, line {number}")
+            mine = {tenant.digest, tenant.old_digest} - {b""}
+            if tenant.name in found or mine & digests or tenant.digest == tenant.old_digest:
+                raise ConfigError(f"{file}, line {number}: this name or key is there already")
+            digests |= mine
+            found[tenant.name] = tenant
+    if not found:
+        raise ConfigError(f"{file} has no API keys: {LINE}")
+    return found
+
+
+def _tenant(words: list[str], where: str) -> Tenant:
+    if len(words) < 2 or not words[0].isprintable():
+        raise ConfigError(f"{where}: {LINE}; names are of printable characters")
+    tenant = Tenant(words[0], _digest_of(words[1], where))
+    for word in words[2:]:
+        name, _, value = word.partition("=")
+        if word == "admin":
+            tenant.may_change_adapters = True
+        elif name == "old_key":
+            tenant.old_digest = _digest_of(value, where)
+        elif name == "old_key_expires":
+            tenant.old_expires = _moment(value, where)
+        elif name in ("requests", "tokens_per_s") and NUMBER.fullmatch(value):
+            setattr(tenant, name, int(value))
+        else:
+            raise ConfigError(f"{where}: {LINE}")
+    if tenant.old_expires < inf and not tenant.old_digest:
+        raise ConfigError(f"{where}: old_key_expires goes with old_key=KEY")
+    return tenant
+
+
+def _moment(text: str, where: str) -> float:
+    try:
+        return moment(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _digest_of(key: str, where: str) -> bytes:
+    """Return the digest of a key of the file. A `ConfigError` says what is wrong with the key, and does not show it."""
+    if len(key) < SHORTEST_KEY:
+        raise ConfigError(f"{where}: {LINE}; a key has at least {SHORTEST_KEY} characters")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{where}: keys are of ASCII's printable characters, which is all that HTTP's headers have")
+    return _digest(key)
+
+
+def too_many(message: str, retry_s: float, reason: str) -> ApiError:
+    return ApiError(429, message, code="rate_limit_exceeded", retry_s=retry_s, reason=reason)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_ctime_ns, found.st_size  # which another mode changes, too

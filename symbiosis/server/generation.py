@@ -1,0 +1,231 @@
+"""The completions of one call of the API. Tokens become text as they come, however slowly the client reads."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from http import HTTPStatus
+
+import msgspec
+
+from symbiosis.base.logs import about_request
+from symbiosis.server.api_errors import ApiError, failed, renamed, unknown_model
+from symbiosis.server.incoming.fair_share import Lease
+from symbiosis.server.ipc.engine_client import EngineClient
+from symbiosis.server.request_record import this_request
+from symbiosis.serving.engine.detokenize import Text
+from symbiosis.serving.request import Finish, Output, Request, Token
+
+logger = logging.getLogger("symbiosis")
+
+NO_ROOM = (
+    "too many log probabilities wait for the reader of this answer, beside those of others: ask for fewer tokens, or for a "
+    "stream, and read it as it comes"
+)
+FAILURES = {
+    Finish.ABORTED: (503, "the server is too busy to begin in time: try again later", "overloaded"),
+    Finish.CANCELLED: (503, "the request was cancelled by the server", "cancelled"),
+    Finish.ERROR: (500, "the request failed", "failed"),
+}
+
+
+class Delta(msgspec.Struct, gc=False):
+    """What one completion has gained since it was last read."""
+
+    choice: int
+    text: str = ""
+    tokens: list[Token] = []
+    finish: str | None = None
+    so_far: int = 0  # tokens that the choice has with these
+    prompt_logprobs: bytes = b""  # packed: they wait for those of all other prompts, and take little room so
+
+
+HandOver = Callable[[Callable[[], list[Delta]]], bool]  # gets what reads what is new; whether it has read it
+
+
+class Choice:
+    """One completion under way."""
+
+    def __init__(self, index: int, text: Text, before: Sequence[int] = ()) -> None:
+        self.text, self.delta, self._told = text, Delta(index), len(before)
+        text.add(before)  # which was handed out elsewhere
+        self.finish: str | None = None
+
+    def add(self, output: Output) -> bool:
+        """Add tokens. Return whether there is something new to read."""
+        new, delta = self.text.add(token.id for token in output.tokens), self.delta
+        if self.text.stopped:
+            self.finish = "stop"
+        elif output.finish is not None:
+            new += self.text.end()
+            self.finish = "stop" if self.text.stopped else output.finish.value
+        delta.text += new
+        delta.tokens.extend(output.tokens)
+        delta.finish = self.finish
+        return bool(new or self.finish)
+
+    def read(self) -> Delta:
+        delta, self.delta = self.delta, Delta(self.delta.choice)
+        self._told += len(delta.tokens)
+        delta.so_far = self._told
+        return delta
+
+
+class Generation:
+    """Requests that are answered together, one for each prompt.
+
+    Args:
+        new_text: Makes the text of a completion.
+        spent: Called with how many tokens came.
+        names: What the API calls fields of the engine's, by which it may refuse.
+    """
+
+    def __init__(
+        self,
+        remote: EngineClient,
+        requests: Sequence[Request],
+        new_text: Callable[[], Text],
+        spent: Callable[[int], None],
+        names: Mapping[str, str],
+    ) -> None:
+        self._remote, self._spent, self._names = remote, spent, names
+        self._record = this_request()
+        self.prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.cached_tokens = 0
+        self.completion_tokens = sum(len(tokens) for request in requests for tokens in request.chosen)
+        self._failure: ApiError | None = None
+        self._is_left = False  # ended before it was over
+        self._new: dict[int, Choice] = {}
+        self._event, self._is_awaited = asyncio.Event(), False
+        self.hand_over: HandOver | None = None
+        self.held: Lease | None = None  # room for the log probabilities of tokens that wait for their reader
+        self._open: dict[int, dict[int, Choice]] = {}  # completions under way, by request
+        self.choices = self.completions = self.most_tokens = 0  # completions: those under way
+        self.prompts_of: list[int] = []  # tokens of each choice's prompt
+        for request in requests:
+            self._open[request.id] = {
+                number: Choice(self.choices + number, new_text(), request.chosen_of(number))
+                for number in request.under_way
+            }
+            self.prompts_of += [len(request.prompt)] * request.completions
+            self.choices += request.completions
+            self.completions += len(request.under_way)
+            self.most_tokens += request.sampling.max_tokens * len(request.under_way)
+        self._record.choices, self._record.prompt_tokens = max(1, self.completions), self.prompt_tokens
+        self.requests = [request for request in requests if request.under_way]
+        self.prompt_logprobs = sum(map(_prompt_logprobs, self.requests))
+        self._open = {request.id: self._open[request.id] for request in self.requests}
+
+    def begin(self) -> None:
+        """Begin all requests, or none."""
+        try:
+            for request in self.requests:
+                self._remote.submit(request, self._take)
+        except BaseException:
+            self.end()
+            raise
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """Yield what has come since the last time, until all completions are finished. Raises the error that ended them.
+
+        To wake a task for each token costs more than to make its text. So while the task waits here, what comes is given to `hand_over`, if
+        there is one, at once, and is yielded only if that returns False.
+        """
+        while self._open or self._new or self._failure:
+            self._is_awaited = True
+            await self._event.wait()
+            self._event.clear()
+            self._is_awaited = False
+            if self._failure:
+                raise self._failure
+            if self._new:
+                yield self._read()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all completions have finished. Nothing is made of the others, whose reader has hung up."""
+        return not self._is_left
+
+    def end(self) -> None:
+        """End the generation, because nobody reads any more: what is still under way is cancelled."""
+        self._is_left = self._is_left or bool(self._open)
+        for id in list(self._open):
+            self._remote.cancel(id)
+        self._open.clear()
+        self.hand_over = None
+        self._event.set()
+
+    def _tell(self) -> None:
+        """Hand over what is new, or have it yielded."""
+        try:
+            is_read = self.hand_over is not None and self._is_awaited and self.hand_over(self._read)
+        except Exception as error:  # a mistake of ours, which ends this answer and no other
+            with about_request(self._record.id):
+                logger.error("tokens could not be handed over", exc_info=error)
+            self._fail(failed(error))
+            return
+        if not is_read or not self._open:
+            self._event.set()
+
+    def _read(self) -> list[Delta]:
+        new, self._new = self._new, {}
+        return [choice.read() for choice in new.values()]
+
+    def _take(self, output: Output | ApiError) -> None:
+        if isinstance(output, ApiError):
+            is_unknown = output.status == HTTPStatus.NOT_FOUND
+            unknown = unknown_model(self.requests[0].adapter or "", [self._remote.welcome.model])
+            self._fail(unknown if is_unknown else renamed(output, self._names))
+        elif (choice := self._open.get(output.request, {}).get(output.completion)) is None:
+            pass  # a stop string has ended it here, whatever becomes of it there
+        elif output.finish in FAILURES:
+            status, message, reason = FAILURES[output.finish]
+            retry_s = 1.0 if status == 503 else 0.0
+            self._fail(ApiError(status, output.error or message, retry_s=retry_s, reason=reason))
+        else:
+            self._add(choice, output)
+
+    def _add(self, choice: Choice, output: Output) -> None:
+        self.cached_tokens += output.cached_tokens
+        self.completion_tokens += len(output.tokens)
+        self._record.tokens(len(output.tokens), output.begun)
+        self._spent(len(output.tokens))
+        if self.held is not None and not self.held.take(_logprobs(output.tokens)):
+            self._fail(ApiError(503, NO_ROOM, retry_s=1.0, reason="share_of_key"))
+            return
+        if output.prompt_logprobs:  # they come once, with the first output of a request
+            packed = msgspec.msgpack.encode(output.prompt_logprobs)
+            for each in self._open[output.request].values():
+                each.delta.prompt_logprobs = packed
+        if choice.add(output):
+            self._new[choice.delta.choice] = choice
+            self._remote.at_pause(self._tell)
+        if choice.finish is not None:
+            if output.finish is None:  # a stop string has ended it, of which the engine does not know
+                self._remote.stop(output.request, output.completion)
+            of_request = self._open[output.request]
+            del of_request[output.completion]
+            if not of_request:
+                del self._open[output.request]
+            if not self._open:
+                self._record.end()
+
+    def let_go(self, delta: Delta) -> None:
+        """Give back the room of log probabilities that wait no more."""
+        if self.held is not None:
+            self.held.give_back(_logprobs(delta.tokens))
+
+    def _fail(self, failure: ApiError) -> None:
+        self._failure = failure
+        self.end()
+
+
+def _logprobs(tokens: Sequence[Token]) -> int:
+    return sum(1 + len(token.top) for token in tokens)
+
+
+def _prompt_logprobs(request: Request) -> int:
+    """Return how many log probabilities of its prompt a request is told. Who goes on with completions elsewhere was told them there."""
+    others = request.sampling.logprobs
+    if others is None or not request.prompt_logprobs or all(map(request.chosen_of, request.under_way)):
+        return 0
+    return len(request.prompt) * (1 + others)

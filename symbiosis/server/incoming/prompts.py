@@ -1,0 +1,168 @@
+"""Prompts and chats become tokens. What is cheap to know of them is checked at once; the rest may take long, and any thread may do it."""
+
+import re
+from functools import lru_cache
+from inspect import signature
+from typing import Any
+
+import msgspec
+
+from symbiosis.errors import ConfigError
+from symbiosis.server.api_errors import ApiError, wrong
+from symbiosis.server.openai_fields import OF_TEMPLATE
+from symbiosis.server.openai_protocol import refusing
+from symbiosis.serving.engine.detokenize import chat_text, prompt_tokens
+from symbiosis.serving.engine.limits import check_tokens
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+GIVEN = {"role", "content", "name", "tool_calls", "tool_call_id"}  # fields of messages that any template may be given
+NOT_SHOWN = (
+    "the model's chat template shows no {!r} of messages, and would ignore it: leave it out, or say it in the content"
+)
+REASONING = {"reasoning_content", "reasoning", "thinking"}  # names of one field: transformers gives it by each
+LONGEST_NAME = 256  # of a field
+PARSES = re.compile(r"arguments\b['\"\]]*\s*\|\s*(tojson|items)")
+
+
+class Prompts:
+    """What clients want completed.
+
+    Args:
+        longest: Tokens that the model takes.
+        vocabulary: Tokens that it knows.
+        most: Prompts in one request.
+    """
+
+    def __init__(self, tokenizer: Any, longest: int, vocabulary: int, most: int) -> None:
+        self._tokenizer, self._longest, self._vocabulary, self._most = tokenizer, longest, vocabulary, most
+        template = getattr(tokenizer, "chat_template", None) or ""
+        self._template = template if isinstance(template, str) else "\n".join(template.values())
+        self._parses = PARSES.search(self._template) is not None
+        self.most_characters = longest * max(map(len, tokenizer.get_vocab()), default=1)
+
+    def several(self, given: str | list[str | int | list[int]]) -> list[str | list[int]]:
+        """Return the prompts of a request: one text, tokens, or a list of either. None is longer than what could fit."""
+        several: list[Any] = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        if len(several) > self._most:
+            raise wrong(f"at most {self._most} prompts", "prompt")
+        for each in several:
+            if isinstance(each, str):
+                self._check_text(each, "prompt")
+            elif not isinstance(each, list):
+                raise wrong("a prompt is a text or a list of tokens; several are a list of them", "prompt")
+            elif len(each) > self._longest:
+                raise too_long(self._longest, f"{len(each)} tokens", "prompt")
+        return several
+
+    def tokens(self, prompt: str | list[int]) -> tuple[int, ...]:
+        """Return the tokens of a prompt. A long one takes long."""
+        if isinstance(prompt, str):
+            return prompt_tokens(self._tokenizer, prompt)
+        if not all(isinstance(token, int) for token in prompt):
+            raise wrong("a prompt is a text or a list of tokens; several are a list of them", "prompt")
+        with refusing():
+            check_tokens("prompt", prompt, self._vocabulary)
+        return tuple(prompt)
+
+    def of_chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[int, ...]:
+        """Return the tokens that the chat template makes of messages. Long ones take long."""
+        self._check_options(options)
+        plain = [self._plain(message) for message in messages]
+        text = self._chat_text(plain, options)
+        unnamed = [message if message["role"] == "tool" else without(message, "name") for message in plain]
+        if unnamed != plain and self._chat_text(unnamed, options) == text:
+            raise wrong(NOT_SHOWN.format("name"), "messages")
+        self._check_text(text, "messages")
+        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _chat_text(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        """Return what the template makes of messages: of one without content as of an empty one, if that is all that it takes."""
+        try:
+            return chat_text(self._tokenizer, messages, **options)
+        except ConfigError as error:
+            if all("content" in message for message in messages):
+                raise wrong(str(error), "messages") from None
+            return self._chat_text([{"content": "", **message} for message in messages], options)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Refuse what the chat template does not read."""
+        own = {"messages", *signature(type(self._tokenizer).apply_chat_template).parameters} & options.keys()
+        if own:
+            raise wrong(
+                f"chat_template_kwargs may not have {min(own)!r}, which is the server's", "chat_template_kwargs"
+            )
+        for name in options:
+            if self._template and not reads(self._template, name) and (name, options[name]) != ("verbosity", "medium"):
+                raise wrong(
+                    f"the model's chat template reads no {name[:100]!r}, and would ignore it: leave it out",
+                    name if name in OF_TEMPLATE else "chat_template_kwargs",
+                )
+
+    def _plain(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message as templates expect it: without fields that say nothing, and with its content as one text."""
+        if (role := message.get("role")) not in ROLES:
+            raise wrong(f"each message has a role: {', '.join(ROLES)}, and not {str(role)[:100]!r}", "messages")
+        told = {name: value for name, value in message.items() if value is not None and value != []}
+        for name in told.keys() - GIVEN:
+            if not any(reads(self._template, each) for each in (REASONING if name in REASONING else (name,))):
+                raise wrong(NOT_SHOWN.format(name[:100]), "messages")
+        if self._parses and isinstance(calls := told.get("tool_calls"), list):
+            told["tool_calls"] = [_parsed(call) for call in calls]
+        content = message.get("content")
+        if content is not None or role != "assistant":
+            told["content"] = _text_of(content)
+        return told
+
+    def _check_text(self, text: str, name: str) -> None:
+        if len(text) > self.most_characters:
+            raise too_long(self._longest, f"{len(text)} characters", name)
+
+
+def too_long(longest: int, size: str, name: str) -> ApiError:
+    return wrong(
+        f"the model takes {longest} tokens, and {size} are more: shorten it",
+        name,
+        "context_length_exceeded",
+        "too_long",
+    )
+
+
+@lru_cache(maxsize=256)
+def reads(template: str, name: str) -> bool:
+    """Return whether a chat template has this word.
+
+    >>> reads("{{ message.thinking }}", "thinking"), reads("{{ message.thinking }}", "think")
+    (True, False)
+    """
+    return len(name) <= LONGEST_NAME and re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def without(message: dict[str, Any], name: str) -> dict[str, Any]:
+    return {each: value for each, value in message.items() if each != name}
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(map(_text_of_part, content))
+    if not isinstance(content, str):
+        raise wrong("a message's content is text, or a list of parts; an assistant's may be null", "messages")
+    return content
+
+
+def _text_of_part(part: Any) -> str:
+    """Return the text of a part of a message."""
+    told = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    if told.get("type") != "text" or not isinstance(text := told.get("text"), str):
+        raise wrong("messages may have parts of the type text only: this server reads no images or sound", "messages")
+    for name in told.keys() - {"type", "text"}:
+        raise wrong(f"a part of a message has the unknown field {name[:100]!r}: leave it out", "messages")
+    return text
+
+
+def _parsed(call: Any) -> Any:
+    """Return a tool's call with its arguments as an object, if they are the text of one: so do templates expect them that write them as JSON."""
+    try:
+        arguments = msgspec.json.decode(call["function"]["arguments"], type=dict[str, Any])
+    except (LookupError, TypeError, msgspec.MsgspecError, RecursionError):
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -1,0 +1,228 @@
+"""The other end of the link: the engine's verbs, as coroutines of the process that speaks HTTP."""
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+
+import msgspec
+
+from symbiosis.base.logs import about_request, request_id
+from symbiosis.build import build
+from symbiosis.server.api_errors import ApiError, failed
+from symbiosis.server.incoming.fair_share import FairShare
+from symbiosis.server.ipc.engine_ipc import (
+    LENGTH,
+    Answer,
+    Ask,
+    Cancel,
+    Drain,
+    EngineBeat,
+    EngineReady,
+    FromEngine,
+    Outputs,
+    Refused,
+    StopCompletion,
+    Submit,
+    ToEngine,
+    framed,
+    from_engine,
+)
+from symbiosis.server.ipc.pulse import SILENT_S, Pulse
+from symbiosis.serving.request import Output, Request
+
+logger = logging.getLogger("symbiosis")
+OTHER_BUILD = "the engine is symbiosis %s, and this process, which speaks HTTP for it, %s: start the server again"
+Result = TypeVar("Result")
+OnOutput = Callable[[Output | ApiError], None]
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that the engine has not ended."""
+
+    request: Request
+    take: OnOutput | None  # None: it was cancelled
+    left: int  # completions that have not finished
+
+
+class EngineClient(asyncio.Protocol):
+    """One engine, asked through one connection. Use `await EngineClient.connect(...)`."""
+
+    welcome: EngineReady
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.drained, self.ended = asyncio.Event(), loop.create_future()
+        self._is_ready: asyncio.Future[None] = loop.create_future()
+        self._transport: asyncio.Transport
+        self._unread = bytearray()  # the beginning of a message
+        self._at_pause = dict[Callable[[], None], None]()
+        self._pulse, self.step_s, self.is_silent = Pulse(), 0.0, False
+        self.room = self.tokens = 0
+        self._ids = count(1)
+        self._requests: dict[int, OpenRequest] = {}
+        self.places = FairShare(sys.maxsize)  # what tenants have of it: completions of those requests
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+
+    @classmethod
+    async def connect(cls, link: socket.socket) -> "EngineClient":
+        """Connect, and wait until the engine is ready. Raises `EOFError` if it ends before."""
+        _, remote = await asyncio.get_running_loop().create_unix_connection(cls, sock=link)
+        await remote._is_ready
+        return remote
+
+    @property
+    def is_there(self) -> bool:
+        return not self.ended.done()
+
+    @property
+    def under_way(self) -> int:
+        """Requests that the engine has not ended, also those that nobody wants any more."""
+        return len(self._requests)
+
+    @property
+    def completions(self) -> int:
+        """Completions of those requests that have not finished."""
+        return sum(asked.left for asked in self._requests.values())
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def submit(self, request: Request, on_output: OnOutput) -> None:
+        """Begin a request. `on_output` is called with what comes, or once with an error."""
+        if not self.is_there:
+            raise gone()
+        completions = len(request.under_way)
+        self._requests[request.id] = OpenRequest(request, on_output, completions)
+        self.places.take(request.tenant, completions)
+        self._tell(Submit(request))
+
+    def cancel(self, id: int) -> None:
+        """End a request: nothing of it is handed out any more."""
+        asked = self._requests.get(id)
+        if asked is not None and asked.take is not None:
+            asked.take = None
+            self._tell(Cancel(id))
+
+    def stop(self, id: int, completion: int) -> None:
+        """End a completion whose text has come to a stop string."""
+        self._tell(StopCompletion(id, completion))
+
+    async def ask(self, kind: type[Result], verb: str, *arguments: str) -> Result:
+        """Call one of the engine's other verbs. Its answer is of this kind."""
+        if not self.is_there:
+            raise gone()
+        number = self.next_id()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            self._tell(Ask(number, verb, arguments, request_id.get()))
+            told = await answer
+        finally:
+            del self._asked[number]
+        if told.error:
+            raise ApiError(told.status, told.error)
+        return msgspec.msgpack.decode(told.result, type=kind)
+
+    def at_pause(self, call: Callable[[], None]) -> None:
+        """Call something once, when all outputs that lie there are handed out."""
+        self._at_pause[call] = None
+
+    def _tell(self, message: ToEngine) -> None:
+        """Send a message. If the engine has ended, nothing is sent, and `connection_lost` is called."""
+        if not self._transport.is_closing():
+            self._transport.write(framed(message))
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Take all messages that have come. What they bring is handed on together afterwards: a process that is behind makes fewer, larger
+        pieces of it."""
+        self._unread += data
+        at, there = 0, len(self._unread)
+        while there - at >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._unread, at)
+            if there - at - LENGTH.size < length:
+                break
+            at += LENGTH.size + length
+            self._take(from_engine.decode(self._unread[at - length : at]))
+        del self._unread[:at]
+        calls, self._at_pause = self._at_pause, {}
+        for call in calls:
+            call()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(None)
+        if not self._is_ready.done():
+            self._is_ready.set_exception(EOFError("the engine ended before it was ready"))
+        for asked in [self._over(id) for id in list(self._requests)]:
+            if asked is not None and asked.take is not None:
+                asked.take(gone())
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(gone())
+
+    def beat(self) -> bool:
+        """Tell the engine's process that this one runs, and return whether that one does. To be called at least every second."""
+        self._tell(EngineBeat())
+        self.is_silent = self._pulse.look() > SILENT_S / 3
+        return not self._pulse.seems_lost()
+
+    def _take(self, message: FromEngine) -> None:
+        self._pulse.beat()
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                self._give(output)
+        elif isinstance(message, Refused):
+            asked = self._over(message.id)
+            if asked is not None and asked.take is not None:
+                asked.take(ApiError(message.status, message.error, message.param))
+        elif isinstance(message, Answer):
+            answer = self._asked.get(message.number)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif isinstance(message, EngineBeat):
+            self.step_s, self.room, self.tokens = message.step_s, message.room, message.tokens
+        elif isinstance(message, Drain):
+            self.drained.set()
+        elif isinstance(message, EngineReady):
+            self.welcome = message
+            if message.build != build():
+                logger.warning(OTHER_BUILD, message.build or "another release", build())
+            self._is_ready.set_result(None)
+
+    def _give(self, output: Output) -> None:
+        if (asked := self._requests.get(output.request)) is None:
+            return
+        asked.left -= output.finish is not None
+        if not asked.left:
+            self._over(output.request)
+        if (take := asked.take) is None:
+            return
+        try:
+            take(output)
+        except Exception as error:  # a mistake of ours, which ends this request and no other
+            with about_request(asked.request.external_id):
+                logger.error("an output could not be taken", exc_info=error)
+            self.cancel(output.request)
+            take(failed(error))
+
+    def _over(self, id: int) -> OpenRequest | None:
+        """Forget a request that the engine has ended."""
+        asked = self._requests.pop(id, None)
+        if asked is not None:
+            self.places.give_back(asked.request.tenant, len(asked.request.under_way))
+        return asked
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def gone() -> ApiError:
+    return ApiError(503, "the engine has ended", reason="engine_gone")

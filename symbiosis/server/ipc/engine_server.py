@@ -1,0 +1,290 @@
+"""The engine's end of the link to the process that speaks HTTP. Whatever that process does, the engine never waits for it."""
+
+import logging
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from http import HTTPStatus
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import msgspec
+
+from symbiosis.base.logs import Tracebacks, about_request
+from symbiosis.errors import AdapterError, ConfigError, SymbiosisError, UnknownAdapter
+from symbiosis.server.ipc.engine_ipc import (
+    LENGTH,
+    AdapterInfo,
+    Answer,
+    Ask,
+    Cancel,
+    Drain,
+    EngineBeat,
+    EngineReady,
+    FromEngine,
+    Outputs,
+    Refused,
+    StopCompletion,
+    Submit,
+    ToEngine,
+    encoder,
+    framed,
+    to_engine,
+)
+from symbiosis.server.ipc.pulse import BEAT_S, Pulse
+from symbiosis.server.ipc.tenant_threads import TenantThreads
+from symbiosis.serving.request import Output, Request
+
+logger = logging.getLogger("symbiosis")
+tracebacks = Tracebacks()
+
+PATH = re.compile(r"(?<![\w./])(?:local://)?/(?!v1/)[^\s'\",;()]+")
+MOST_UNREAD = 500_000  # outputs
+MOST_REFUSED = 4096  # adapters whose refusals are logged once; beyond so many, they are logged again
+MAY_WAIT = ("add", "remove")  # verbs, until an adapter is read
+
+
+class Serves(Protocol):
+    """What the link needs of an engine."""
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
+    def cancel(self, id: int) -> None: ...
+    def stop(self, id: int, completion: int = 0) -> None: ...
+    def on_pause(self, call: Callable[[], None]) -> None: ...
+    @property
+    def step_s(self) -> float: ...
+    @property
+    def room(self) -> tuple[int, int]: ...
+    def has_loaded(self, name: str) -> bool: ...
+    def add(self, name: str, source: Any) -> Any: ...
+    def remove(self, name: str) -> None: ...
+    def adapters(self) -> Iterable[Any]: ...
+    def check_adapter(self, name: str) -> None: ...
+    def adapter_names(self) -> list[str]: ...
+    def figures(self) -> Any: ...
+
+
+class EngineServer:
+    """Serves one process at the other end of `connection` until it hangs up. What that process has asked for and not got is cancelled then.
+
+    Args:
+        load: Makes of a folder what `engine.add` takes.
+    """
+
+    def __init__(
+        self, engine: Serves, connection: socket.socket, welcome: EngineReady, load: Callable[[str], Any] = str
+    ) -> None:
+        self._engine, self._connection, self._load = engine, connection, load
+        self._unsent: SimpleQueue[FromEngine | None] = SimpleQueue()
+        self._told: list[Output] = []  # of the present step
+        self._put = self._sent = 0  # outputs
+        self._pulse, self.is_lost = Pulse(), False  # lost: the other process hangs
+        self._closing = threading.Event()
+        self._open: dict[int, int] = {}  # requests under way: completions that have not finished
+        self._submissions: dict[int, Future[None]] = {}
+        self._refused: dict[str | None, str] = {}  # by adapter: why, as it was logged
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="serve-ask")
+        # for what reads an adapter, or waits until it is read: others do not wait for it
+        self._loading = ThreadPoolExecutor(4, thread_name_prefix="serve-load")
+        self._lanes = TenantThreads(4, "serve-schema")
+        self._unsent.put(welcome)
+        engine.on_pause(self._on_pause)
+        self._threads = [
+            threading.Thread(target=run, name=f"serve-{run.__name__.strip('_')}", daemon=True)
+            for run in (self._read, self._write, self._beat)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def under_way(self) -> int:
+        """Requests that have come and not ended."""
+        return len(self._open)
+
+    def drain(self) -> None:
+        """Let the other process finish what it has begun, and end."""
+        self._unsent.put(Drain())
+
+    def close(self) -> None:
+        self._closing.set()
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._unsent.put(None)
+        for thread in self._threads:
+            thread.join()
+        for pool in (self._pool, self._loading):
+            pool.shutdown(cancel_futures=True)
+        self._lanes.close()
+        self._connection.close()
+
+    def _read(self) -> None:
+        try:
+            with self._connection.makefile("rb") as stream:
+                while head := stream.read(LENGTH.size):
+                    (length,) = LENGTH.unpack(head)
+                    self._take(to_engine.decode(stream.read(length)))
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            logger.debug("the link to the HTTP process broke: %s", error)
+        finally:
+            for id in list(self._open):
+                self._cancel(id)
+            self._unsent.put(None)
+
+    def _take(self, message: ToEngine) -> None:
+        self._pulse.beat()
+        if isinstance(message, Submit):
+            self._open[message.request.id] = len(message.request.under_way)
+            self._begin(message.request)
+        elif isinstance(message, Cancel):
+            self._cancel(message.id)
+        elif isinstance(message, StopCompletion):
+            self._engine.stop(message.id, message.completion)
+        elif isinstance(message, Ask):
+            (self._loading if message.verb in MAY_WAIT else self._pool).submit(self._answer, message)
+
+    def _begin(self, request: Request) -> None:
+        """Submit a request. What has to be read or prepared for it is done in another thread, because the next message does not wait."""
+        schema, adapter = request.sampling.schema, request.adapter
+        if adapter is not None and not self._engine.has_loaded(adapter):
+            begun = self._loading.submit(self._submit, request)
+        elif schema is not None:
+            begun = self._lanes.submit(request.tenant, lambda: self._submit(request))
+        elif adapter is not None:
+            begun = self._pool.submit(self._submit, request)
+        else:
+            self._submit(request)
+            return
+        self._submissions[request.id] = begun
+        begun.add_done_callback(lambda _: self._submissions.pop(request.id, None))
+
+    def _beat(self) -> None:
+        while not self._closing.wait(BEAT_S):
+            self._unsent.put(EngineBeat(self._engine.step_s, *self._engine.room))
+            self.is_lost = self._pulse.seems_lost()
+
+    def _submit(self, request: Request) -> None:
+        with about_request(request.external_id):
+            self._try(request)
+
+    def _try(self, request: Request) -> None:
+        try:
+            self._engine.submit(request, self._on_output)
+            self._refused.pop(request.adapter, None)
+        except Exception as error:
+            self._open.pop(request.id, None)
+            message, status = _said(error)
+            if isinstance(error, AdapterError) and not isinstance(error, UnknownAdapter):
+                self._log_refusal(request.adapter, str(error))
+                status = HTTPStatus.INTERNAL_SERVER_ERROR  # what lies in the server's folder is not the client's fault
+            self._unsent.put(Refused(request.id, message, status, getattr(error, "param", None)))
+
+    def _log_refusal(self, adapter: str | None, why: str) -> None:
+        """Log why an adapter is refused, once until it is served or refused for another reason."""
+        if self._refused.get(adapter) != why:
+            if len(self._refused) >= MOST_REFUSED:
+                self._refused.clear()
+            self._refused[adapter] = why
+            logger.warning("%s", why)
+
+    def _on_output(self, output: Output) -> None:
+        """Take an output, in the engine's thread."""
+        if output.finish is not None and output.request in self._open:
+            self._open[output.request] -= 1
+            if not self._open[output.request]:
+                del self._open[output.request]
+        if output.error is not None:
+            output = msgspec.structs.replace(output, error=without_paths(output.error))
+        self._told.append(output)
+
+    def _on_pause(self) -> None:
+        """Send what a step has told as one message, in the engine's thread."""
+        if not self._told:
+            return
+        told, self._told = self._told, []
+        self._put += len(told)
+        self._unsent.put(Outputs(told))
+        if self._put - self._sent > MOST_UNREAD:  # the other process does not read any more
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _cancel(self, id: int) -> None:
+        """Cancel a request; if it is still being submitted, as soon as it is. One that waits for a thread is not begun."""
+        submission = self._submissions.get(id)
+        if submission is None:
+            self._engine.cancel(id)
+        elif submission.cancel():
+            self._open.pop(id, None)
+            self._unsent.put(Refused(id, "the request was cancelled", HTTPStatus.SERVICE_UNAVAILABLE))
+        else:
+            submission.add_done_callback(lambda _: self._engine.cancel(id))
+
+    def _answer(self, ask: Ask) -> None:
+        with about_request(ask.request_id):
+            try:
+                answer = Answer(ask.number, msgspec.Raw(encoder.encode(self._verb(ask))))
+            except Exception as error:
+                message, status = _said(error)
+                answer = Answer(ask.number, error=message, status=status)
+        self._unsent.put(answer)
+
+    def _verb(self, ask: Ask) -> object:
+        match ask.verb, ask.arguments:
+            case "add", (name, folder):
+                info = _info(self._engine.add(name, self._load(folder)))
+                logger.info("adapter %r: version %d is loaded", name, info.version)
+                return info
+            case "remove", (name,):
+                self._engine.remove(name)
+                logger.info("adapter %r is removed", name)
+                return None
+            case "check", (name,):
+                self._engine.check_adapter(name)
+                return None
+            case "names", ():
+                return self._engine.adapter_names()
+            case "adapters", ():
+                return self._adapters()
+            case "figures", ():
+                return self._engine.figures()
+        raise ConfigError(f"the engine has no verb {ask.verb!r} of {len(ask.arguments)} arguments")
+
+    def _adapters(self) -> list[AdapterInfo]:
+        """Return all adapters that can be asked for. Little is known of those that were never asked for."""
+        loaded = {adapter.name: _info(adapter) for adapter in self._engine.adapters()}
+        return [loaded.get(name) or AdapterInfo(name=name) for name in self._engine.adapter_names()]
+
+    def _write(self) -> None:
+        """Write what is to be sent."""
+        try:
+            while (message := self._unsent.get()) is not None:
+                self._connection.sendall(framed(message))
+                self._sent += len(message.outputs) if isinstance(message, Outputs) else 0
+        except OSError as error:
+            logger.debug("the link to the HTTP process broke: %s", error)
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _info(adapter: Any) -> AdapterInfo:
+    return AdapterInfo(**{name: getattr(adapter, name) for name in AdapterInfo.__struct_fields__})
+
+
+def without_paths(text: str) -> str:
+    """Return a message without the paths of this host, for people who must not know them.
+
+    >>> without_paths("no executor at local:///run/user/0/executor.sock any more: see GET /v1/models")
+    'no executor at ... any more: see GET /v1/models'
+    """
+    return PATH.sub("...", text)
+
+
+def _said(error: Exception) -> tuple[str, int]:
+    """Return what a client is told of an error, and the status of HTTP."""
+    if isinstance(error, SymbiosisError):
+        status = HTTPStatus.NOT_FOUND if isinstance(error, UnknownAdapter) else HTTPStatus.BAD_REQUEST
+        return without_paths(str(error)), status
+    logger.error("a request failed: %s: %s", type(error).__name__, error, exc_info=tracebacks.of(error))
+    return f"the server failed: {type(error).__name__}. Its log says more", HTTPStatus.INTERNAL_SERVER_ERROR

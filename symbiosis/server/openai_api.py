@@ -1,0 +1,281 @@
+"""The routes: OpenAI's, vLLM's for adapters, and those for operators."""
+
+import os
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from symbiosis import __version__
+from symbiosis.base.folders import Use, temporary_folder, user_folder
+from symbiosis.build import build
+from symbiosis.server import openai_protocol, page
+from symbiosis.server.api_errors import ApiError, app_of, only_for, storing, unknown_model, wrong
+from symbiosis.server.api_keys import Admission
+from symbiosis.server.generation import Generation
+from symbiosis.server.incoming.front_end_token import behind_front_ends
+from symbiosis.server.incoming.uploads import received
+from symbiosis.server.ipc.engine_ipc import AdapterInfo
+from symbiosis.server.long_reply import LongReply, Stream
+from symbiosis.server.response_format import ChatWords, CompletionWords, Words
+from symbiosis.server.serving_state import ServingState
+from symbiosis.serving.lora.adapter import IS_THE_BASE
+
+SEND_IT = "put it there, or send the adapter itself with PUT /v1/adapters/NAME"
+
+
+class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of vLLM's POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of vLLM's POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+def make_app(front: ServingState) -> ASGIApp:
+    table = [
+        ("POST", "/v1/completions", completions),
+        ("POST", "/v1/chat/completions", chat),
+        ("GET", "/v1/models", models),
+        ("GET", "/v1/models/{name:path}", model),
+        ("POST", "/v1/load_lora_adapter", load_adapter),
+        ("POST", "/v1/unload_lora_adapter", unload_adapter),
+        ("PUT", "/v1/adapters/{name:path}", put_adapter),
+        ("DELETE", "/v1/adapters/{name:path}", delete_adapter),
+        ("GET", "/health", health),
+        ("GET", "/version", version),
+        ("GET", "/metrics", told_metrics),
+        ("GET", "/figures", figures),
+        ("GET", "/", shown_page),
+    ]
+    app = behind_front_ends(app_of(front, table), front.remote.welcome.secret)
+    return front.observer.watch(only_for(front.hosts, app))
+
+
+async def completions(front: ServingState, request: Request) -> ASGIApp:
+    tenant = front.asking(request)
+    data = await front.body(request)
+    body = openai_protocol.read(openai_protocol.CompletionBody, data)
+    if body.max_tokens == 0 and not body.echo:
+        raise wrong("max_tokens=0 goes with echo=true", "max_tokens")
+    given = front.prompts.several(body.prompt)
+    most = 16 if body.max_tokens is None else body.max_tokens
+    with front.admitted(tenant, body, len(given), most) as admission:
+        choices = len(given) * body.completions
+        made = await front.made(request, tenant, len(data), choices, lambda: _completion(front, admission, body, given))
+        return _reply(front, admission, body, *made)
+
+
+def _completion(
+    front: ServingState, admission: Admission, body: openai_protocol.CompletionBody, given: list[str | list[int]]
+) -> tuple[Words, Generation]:
+    prompts = [front.prompts.tokens(each) for each in given]
+    most = front.tokens_for(prompts, body.max_tokens, 16, "max_tokens")
+    sampling = openai_protocol.sampling_of(body, most, body.logprobs, front.remote.welcome.vocabulary)
+    # without a token to make, only the prompt is computed
+    scored = bool(body.echo) and (body.logprobs is not None or most == 0)
+    generation = front.generation(admission, body, prompts, sampling, scored)
+    echoes = []
+    if body.echo:  # a text as it was given: its tokens may begin with one that the tokenizer has put there
+        both = zip(given, prompts, strict=True)
+        echoes = [each if isinstance(each, str) else front.tokenizer.decode(prompt) for each, prompt in both]
+    skips = body.skip_special_tokens is not False
+    words = CompletionWords(
+        body.model, front.tokenizer, body.logprobs is not None, echoes, prompts, body.completions, skips
+    )
+    if body.continuation is not None:
+        words.go_on(body.continuation)
+    return words, generation
+
+
+async def chat(front: ServingState, request: Request) -> ASGIApp:
+    tenant = front.asking(request)
+    data = await front.body(request)
+    body = openai_protocol.read(openai_protocol.ChatBody, data)
+    most = front.remote.welcome.most_tokens if body.wanted is None else body.wanted
+    with front.admitted(tenant, body, 1, most) as admission:
+        made = await front.made(request, tenant, len(data), body.completions, lambda: _chat(front, admission, body))
+        return _reply(front, admission, body, *made)
+
+
+def _chat(front: ServingState, admission: Admission, body: openai_protocol.ChatBody) -> tuple[Words, Generation]:
+    prompts = [front.prompts.of_chat(body.messages, body.template_options)]
+    most = front.tokens_for(prompts, body.wanted, None, "max_completion_tokens")
+    tops = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = openai_protocol.sampling_of(body, most, tops, front.remote.welcome.vocabulary)
+    words = ChatWords(body.model, front.tokenizer, bool(body.logprobs))
+    if body.continuation is not None:
+        words.go_on(body.continuation)
+    return words, front.generation(admission, body, prompts, sampling, False)
+
+
+def _reply(
+    front: ServingState, admission: Admission, body: openai_protocol.Body, words: Words, generation: Generation
+) -> ASGIApp:
+    """Begin a generation, and return the answer, which ends it and what it was admitted with."""
+    front.check_room(admission.tenant, len(generation.requests), generation.completions)
+    front.hold(generation.prompt_logprobs, admission)
+    admission.tenant.spend(generation.prompt_tokens + generation.completion_tokens)
+    admission.keep(generation.most_tokens)
+    if words.logprobs:
+        front.hold_as_they_come(generation, admission)
+    generation.begin()
+    if body.is_streamed:
+        return Stream(generation, words, admission.end, body.wants_usage, body.continuation, body.tells_usage)
+    return LongReply(generation, words, admission.end)
+
+
+async def models(front: ServingState, request: Request) -> ASGIApp:
+    front.tenant(request)
+    return _json({"object": "list", "data": await _models(front)})
+
+
+async def model(front: ServingState, request: Request) -> ASGIApp:
+    front.tenant(request)
+    name = request.path_params["name"]
+    if name == front.options.model:
+        return _json(_base(front))
+    try:
+        await front.remote.ask(type(None), "check", name)
+    except ApiError as error:
+        if error.status == HTTPStatus.NOT_FOUND:
+            raise unknown_model(name, [front.options.model]) from None
+        is_refused = error.status == HTTPStatus.BAD_REQUEST
+        not_found = ApiError(HTTPStatus.NOT_FOUND, str(error), "model", "model_not_found", reason="no_such_model")
+        raise not_found if is_refused else error from None
+    return _json(_adapter(front, name))
+
+
+async def _models(front: ServingState) -> list[dict[str, Any]]:
+    return [_base(front), *(_adapter(front, name) for name in await front.remote.ask(list[str], "names"))]
+
+
+def _base(front: ServingState) -> dict[str, Any]:
+    return {**_told(front, front.options.model), "parent": None, "max_model_len": front.remote.welcome.longest}
+
+
+def _adapter(front: ServingState, name: str) -> dict[str, Any]:
+    return {**_told(front, name), "parent": front.options.model}
+
+
+def _told(front: ServingState, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": front.started, "owned_by": "symbiosis", "root": name}
+
+
+async def load_adapter(front: ServingState, request: Request) -> ASGIApp:
+    front.administrator(request)
+    body = openai_protocol.decoded(LoadBody, await front.body(request))
+    _check_name(front, body.lora_name)
+    path = _within(front, body.lora_path)
+    if not body.load_inplace:
+        await _check_new(front, body.lora_name)
+    await front.remote.ask(AdapterInfo, "add", body.lora_name, str(path))
+    return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def unload_adapter(front: ServingState, request: Request) -> ASGIApp:
+    front.administrator(request)
+    body = openai_protocol.decoded(UnloadBody, await front.body(request))
+    await front.remote.ask(type(None), "remove", body.lora_name)
+    return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def put_adapter(front: ServingState, request: Request) -> ASGIApp:
+    """Add a new version of this name, from the bytes of a safetensors file that has the configuration in its metadata."""
+    front.administrator(request)
+    name = request.path_params["name"]
+    _check_name(front, name)
+    uploads = Path(front.options.uploads or user_folder(Use.TEMPORARY, make=True))
+    with (
+        storing("the server's folder for adapters that are sent", uploads),
+        temporary_folder("symbiosis-adapter-", uploads) as folder,
+    ):
+        await received(front.bodies, front.options.max_adapter_bytes, request, folder)
+        return _json(await front.remote.ask(AdapterInfo, "add", name, str(folder)))
+
+
+async def delete_adapter(front: ServingState, request: Request) -> ASGIApp:
+    front.administrator(request)
+    await front.remote.ask(type(None), "remove", request.path_params["name"])
+    return Response(status_code=204)
+
+
+async def health(front: ServingState, request: Request) -> ASGIApp:
+    """Answer 200 while requests are taken."""
+    state = front.state
+    remote = front.remote
+    told: dict[str, object] = {
+        "status": state,
+        "requests": remote.under_way,
+        "step_s": round(remote.step_s, 3),
+        "build": build(),
+        "fingerprint": remote.welcome.fingerprint,
+    }
+    if remote.tokens:
+        told |= {"room": remote.room, "tokens": remote.tokens, "longest": remote.welcome.longest}
+    return _json(told, 200 if state == "serving" else 503)
+
+
+async def version(front: ServingState, request: Request) -> ASGIApp:
+    return _json({"version": __version__, "build": build()})
+
+
+async def told_metrics(front: ServingState, request: Request) -> ASGIApp:
+    return Response(await front.metrics(), media_type="text/plain; version=0.0.4")
+
+
+async def figures(front: ServingState, request: Request) -> ASGIApp:
+    """Return what the page shows."""
+    front.tenant(request)
+    found = await front.figures()
+    adapters = await front.remote.ask(list[AdapterInfo], "adapters")
+    template = getattr(front.tokenizer, "chat_template", None)
+    kind = page.kind_of(front.options.folder, template)
+    told = {"model": front.options.model, "chat": template is not None, "kind": kind}
+    return _json({**told, "figures": found, "adapters": adapters})
+
+
+async def shown_page(front: ServingState, request: Request) -> ASGIApp:
+    return page.response()
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _check_name(front: ServingState, name: str) -> None:
+    """Refuse the base's name before anything is read; the engine would do so afterwards."""
+    if name == front.options.model:
+        raise wrong(IS_THE_BASE.format(name), "lora_name")
+
+
+async def _check_new(front: ServingState, name: str) -> None:
+    """Refuse a name that is there already, as vLLM does."""
+    loaded = {each.name for each in await front.remote.ask(list[AdapterInfo], "adapters") if each.version}
+    if name in loaded:
+        raise wrong(f"adapter {name!r} is loaded already: give load_inplace=true to replace it", "lora_name")
+
+
+def _within(front: ServingState, path: str) -> Path:
+    """Return a path that a client names, if it lies in the folder of adapters. Nothing else is read."""
+    if front.options.adapters is None:
+        raise wrong(f"the server was started without a folder of --adapters to load from: {SEND_IT}", "lora_path")
+    folder = Path(os.path.realpath(front.options.adapters))
+    try:
+        found = Path(os.path.realpath(folder / path))
+    except (OSError, ValueError):  # such as a zero in its name
+        found = folder
+    if not found.is_relative_to(folder) or found == folder:
+        raise wrong(f"{path[:200]!r} does not lie in the folder of --adapters: {SEND_IT}", "lora_path")
+    return found

@@ -1,0 +1,408 @@
+"""What clients may ask for, by the names of OpenAI and vLLM, and what it means to the engine."""
+
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from symbiosis.server.api_errors import ApiError, wrong
+from symbiosis.server.incoming.json_costs import Most
+from symbiosis.server.openai_fields import OF_TEMPLATE, check_default
+from symbiosis.serving.engine.limits import (
+    COUNTS,
+    LIMITS,
+    Unfit,
+    check_count,
+    check_length,
+    check_number,
+    check_sampling,
+)
+from symbiosis.serving.request import Sampling
+
+BY_FORMAT = "Text by a JSON schema is asked for by response_format={'type': 'json_schema', ...}"
+BodyType = TypeVar("BodyType", bound="Body")
+Kind = TypeVar("Kind")
+MOST_PROMPTS = 1 << 16  # of a request, and completions that go on
+NO_OBJECT = re.compile("Expected `object.*`, got `[a-z]+`")  # without a field: it is the whole body
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: msgspec.Raw = msgspec.Raw()  # of DEFAULTS
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    schema: msgspec.Raw = msgspec.Raw()  # its text, which the engine's process reads
+    name: str | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class Continuation(msgspec.Struct, forbid_unknown_fields=True):
+    """A stream that another server has begun, and that goes on here with the same draws. Ours alone: no other API has it. A request that has
+    this field is answered with a comment before each event, which tells the tokens of that event, so that it can go on elsewhere in turn.
+    """
+
+    id: str  # of the answer
+    created: int
+    tokens: list[list[int]] = []  # of each choice, those that its events have told
+    ended: list[int] = []  # choices
+    opened: int = 0  # events that have told no tokens: those with which a chat begins
+    base: str = ""  # the fingerprint of the model that made the tokens
+
+    def chosen(self, prompt: int, completions: int) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of a prompt's completions."""
+        return tuple(map(tuple, self.tokens[prompt * completions : (prompt + 1) * completions]))
+
+    def ended_of(self, completions: int) -> dict[int, tuple[int, ...]]:
+        """Return which completions have ended, by prompt; prompts without any are not in it.
+
+        >>> Continuation("cmpl-1", 0, ended=[0, 5, 4]).ended_of(2)
+        {0: (0,), 2: (1, 0)}
+        """
+        ended: dict[int, list[int]] = {}
+        for choice in self.ended:
+            ended.setdefault(choice // completions, []).append(choice % completions)
+        return {prompt: tuple(those) for prompt, those in ended.items()}
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that both kinds of completions have."""
+
+    model: str
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    continuation: Continuation | None = None
+    # HARMLESS
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # DEFAULTS
+    store: msgspec.Raw = msgspec.Raw()
+    service_tier: msgspec.Raw = msgspec.Raw()
+    prompt_cache_options: msgspec.Raw = msgspec.Raw()
+    prompt_cache_retention: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def stops(self) -> list[str]:
+        """The strings that end a text. Empty ones end none."""
+        return [each for each in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if each]
+
+    @property
+    def wanted(self) -> int | None:
+        """How many tokens a completion may have; None: the default."""
+        return self.max_tokens
+
+    @property
+    def completions(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether each event of a stream is to tell the usage so far."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.stream)
+
+
+class CompletionBody(Body, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: msgspec.Raw = msgspec.Raw()  # of DEFAULTS
+
+
+class ChatBody(Body, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # OF_TEMPLATE
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    # HARMLESS
+    parallel_tool_calls: bool | None = None
+    # DEFAULTS
+    tools: msgspec.Raw = msgspec.Raw()
+    tool_choice: msgspec.Raw = msgspec.Raw()
+    functions: msgspec.Raw = msgspec.Raw()
+    function_call: msgspec.Raw = msgspec.Raw()
+    modalities: msgspec.Raw = msgspec.Raw()
+    audio: msgspec.Raw = msgspec.Raw()
+    prediction: msgspec.Raw = msgspec.Raw()
+    moderation: msgspec.Raw = msgspec.Raw()
+    web_search_options: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def wanted(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is given besides the messages."""
+        asked = {name: getattr(self, name) for name in OF_TEMPLATE if getattr(self, name) is not None}
+        return {**asked, **(self.chat_template_kwargs or {})}
+
+
+MOST_VALUES = 1 << 22
+LITTLE = 1024  # bytes of a field of which anything may be made
+MOST = {  # what fields hold at most: it is counted before anything is made of them
+    "stop": Most(COUNTS["stop"], 1, COUNTS["stop"]),
+    "stop_token_ids": Most(COUNTS["stop_tokens"], 1, COUNTS["stop_tokens"]),
+    "logit_bias": Most(COUNTS["logit_bias"], 1, COUNTS["logit_bias"]),
+    "metadata": Most(2 * COUNTS["metadata"], 1, COUNTS["metadata"]),
+    "chat_template_kwargs": Most(1024, 256, 1024),
+    "messages": Most(8 * COUNTS["messages"], 4 * COUNTS["messages"], 16 * COUNTS["messages"]),
+    "prompt": Most(MOST_PROMPTS, 1 + MOST_PROMPTS, MOST_VALUES),
+    "continuation": Most(16, 3 + MOST_PROMPTS, MOST_VALUES),
+}
+
+
+def read(kind: type[BodyType], data: bytes) -> BodyType:
+    """Read a body of this kind. Raises an `ApiError` that says what is wrong with it."""
+    as_written, large = _as_written(kind)
+    fields = msgspec.structs.asdict(decoded(as_written, data))
+    for name, its_kind in large.items():
+        given = bytes(fields[name])
+        if len(given) > LITTLE and not MOST[name].holds(given):
+            raise wrong(f"{name} holds too much: at most {MOST[name]}", name)
+        fields[name] = decoded(its_kind, given, name) if given else None
+    body = kind(**fields)
+    _check(body)
+    return body
+
+
+@cache
+def _as_written(kind: type[Body]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
+    """Return a kind of body whose large fields are as they are written: nothing is made of them. And those fields' kinds, by name."""
+    there = msgspec.structs.fields(kind)
+    large = {each.name: each.type for each in there if each.name in MOST}
+    fields: list[Any] = []
+    for each in there:
+        what = msgspec.Raw if each.name in large else each.type
+        default = msgspec.Raw() if what is msgspec.Raw else None
+        fields.append((each.name, what) if each.required else (each.name, what, default))
+    return msgspec.defstruct(kind.__name__, fields, kw_only=True, forbid_unknown_fields=True), large
+
+
+def decoded(kind: type[Kind], data: bytes, field: str = "") -> Kind:
+    """Decode a JSON object, or a field of it. Raises an `ApiError` that names the field that is wrong.
+
+    >>> decoded(StreamOptions, b'{"include_usage": true}').include_usage
+    True
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), field) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise wrong(f"the body is not JSON: {error}") from None
+
+
+def _named(text: str, field: str) -> ApiError:
+    """Return an error that names the field."""
+    if not field and NO_OBJECT.fullmatch(text):
+        return wrong("the body is not a JSON object")
+    if found := re.search(r"unknown field `(.*?)`", text):
+        hint = f". {BY_FORMAT}" if found[1].startswith(("guided_", "structured_outputs")) else ""
+        return wrong(f"unrecognized request argument: {found[1][:100]}{hint}", found[1][:100])
+    if found := re.search(r"missing required field `(.*?)`", text):
+        return wrong(f"the argument {found[1]} is missing", found[1])
+    found = re.search(r"at `\$\.?([\w.\[\]]+)`", text)
+    where = ".".join(filter(None, [field, found[1] if found else ""])).replace(".[", "[")
+    return wrong(f"wrong argument{field and f' {field}'}: {text}", where or None)
+
+
+AS_ASKED = {
+    "stop_tokens": "stop_token_ids",
+    "chosen": "continuation",
+    "ended": "continuation",
+    "id": "continuation",
+    "schema": "response_format",
+}  # what the API calls the engine's fields
+AS_CHAT = {**AS_ASKED, "prompt": "messages"}
+AS_CHECKED = {"max_completion_tokens": "max_tokens", "n": "completions", "top_logprobs": "logprobs"}
+
+
+@contextmanager
+def refusing(names: dict[str, str] = AS_ASKED) -> Iterator[None]:
+    """Tell a client what the engine calls unfit, by the name that it has in the request."""
+    try:
+        yield
+    except Unfit as unfit:
+        name = names.get(unfit.param, unfit.param)
+        raise wrong(f"{name} {unfit.problem}", name) from None
+
+
+def _check(body: Body) -> None:
+    for name in body.__struct_fields__:
+        value = getattr(body, name)
+        if isinstance(value, msgspec.Raw):
+            check_default(name, value)
+        elif value is None or isinstance(value, bool) or (name == "top_k" and value == -1):
+            continue
+        elif (checked := AS_CHECKED.get(name, name)) in LIMITS:
+            with refusing({checked: name}):
+                check_number(checked, value)
+    with refusing():
+        _check_sizes(body)
+    if body.stream_options is not None:
+        _check_stream(body, body.stream_options)
+    if (
+        body.response_format is not None
+        and body.response_format.json_schema
+        and body.response_format.type != "json_schema"
+    ):
+        raise wrong("response_format: a json_schema goes with the type json_schema", "response_format")
+    if body.continuation is not None and not (body.stream and body.seed is not None):
+        raise wrong("a continuation goes with stream=true and a seed", "continuation")
+    if isinstance(body, CompletionBody):
+        _check_completion(body)
+    if isinstance(body, ChatBody):
+        _check_chat(body)
+
+
+def _check_stream(body: Body, options: StreamOptions) -> None:
+    if not body.stream:
+        raise wrong("stream_options go with stream=true", "stream_options")
+    if options.continuous_usage_stats and not options.include_usage:
+        raise wrong("continuous_usage_stats go with include_usage=true", "stream_options")
+    check_default("include_obfuscation", options.include_obfuscation)
+
+
+def _check_sizes(body: Body) -> None:
+    """Raise `Unfit` for more, or longer, than there may be. Nothing here depends on the sizes: it comes before all that does."""
+    check_count("stop", len(body.stops))
+    for stop in body.stops:
+        check_length("stop", len(stop))
+    check_count("stop_tokens", len(body.stop_token_ids or ()))
+    check_count("logit_bias", len(body.logit_bias or ()))
+    check_count("metadata", len(body.metadata or ()))
+    if body.response_format and body.response_format.json_schema:
+        check_length("schema", len(str(bytes(body.response_format.json_schema.schema), errors="replace")))
+    if body.continuation is not None:
+        check_length("id", len(body.continuation.id))
+    if isinstance(body, ChatBody):
+        check_count("messages", sum(map(_parts, body.messages)))
+
+
+def _parts(message: dict[str, Any]) -> int:
+    return max(1, len(content)) if isinstance(content := message.get("content"), list) else 1
+
+
+def _check_completion(body: CompletionBody) -> None:
+    if body.best_of is not None and body.best_of != body.completions:
+        raise wrong("best_of is not supported beyond n: ask for n completions, and choose yourself", "best_of")
+
+
+def _check_chat(body: ChatBody) -> None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise wrong("top_logprobs go with logprobs=true", "top_logprobs")
+    for name in ("max_completion_tokens", "max_tokens"):
+        if getattr(body, name) == 0:
+            raise wrong(f"{name} must be at least 1, not 0", name)
+    if None is not body.max_tokens != body.max_completion_tokens is not None:
+        raise wrong("max_tokens is the old name of max_completion_tokens: give one of them", "max_tokens")
+    for name in OF_TEMPLATE:
+        if getattr(body, name) is not None and name in (body.chat_template_kwargs or {}):
+            raise wrong(f"{name} is in chat_template_kwargs, too: give it once", name)
+    if not body.messages:
+        raise wrong("messages is empty", "messages")
+
+
+def sampling_of(body: Body, max_tokens: int, logprobs: int | None, vocabulary: int) -> Sampling:
+    """Return how the engine is to choose tokens."""
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        temperature=_given(body.temperature, 1.0),
+        top_p=_given(body.top_p, 1.0),
+        top_k=max(_given(body.top_k, 0), 0),
+        min_p=_given(body.min_p, 0.0),
+        seed=body.seed if body.seed is not None else secrets.randbits(63),
+        stop_tokens=tuple(dict.fromkeys(body.stop_token_ids or ())),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        logit_bias=_bias(body.logit_bias or {}),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        schema=_schema(body.response_format),
+    )
+    with refusing():
+        check_sampling(sampling, vocabulary)
+    return sampling
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _given(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
+
+
+def _bias(given: dict[str, float]) -> dict[int, float]:
+    for name in given:
+        if not re.fullmatch(r"\d{1,9}", name):
+            raise wrong(f"logit_bias: its keys are tokens by number, not {name[:50]!r}", "logit_bias")
+    return {int(name): value for name, value in given.items()}
+
+
+def _schema(wanted: ResponseFormat | None) -> str | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return '{"type":"object"}'
+    if wanted.type != "json_schema":
+        raise wrong(
+            f"response_format: its type is text, json_object or json_schema, not {wanted.type[:50]!r}",
+            "response_format",
+        )
+    schema = bytes(wanted.json_schema.schema) if wanted.json_schema else b""
+    if not schema.startswith(b"{"):
+        raise wrong("response_format: json_schema needs a schema, which is an object", "response_format")
+    try:
+        return schema.decode()
+    except UnicodeDecodeError as error:
+        raise wrong(f"response_format: the schema is no text: {error}", "response_format") from None

@@ -1,0 +1,107 @@
+"""One request of HTTP, as logs, figures and traces know it."""
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from symbiosis.base.logs import request_id
+from symbiosis.serving.request import Sampling
+
+STRANGER = "unauthenticated"  # in the place of a tenant
+ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}")
+
+
+@dataclass(eq=False)
+class RequestRecord:
+    """What is known of a request so far. Times are those of the host's monotonic clock.
+
+    Args:
+        on_token, on_end: Called at the first token, and when all completions have finished.
+    """
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    trace_headers: dict[str, str] = field(default_factory=dict)  # that go with what is asked of others for it
+    tenant: str = STRANGER
+    model: str = ""
+    adapter: str = ""  # the name that is asked for: an adapter's, or the model's own
+    choices: int = 1
+    sampling: Sampling | None = None
+    prompt_tokens: int = 0
+    status: int = 0
+    reason: str = ""  # why it was refused, or failed
+    message: str = ""
+    came: float = field(default_factory=time.monotonic)
+    begun: float = 0.0  # its first step
+    first: float = 0.0  # its first token
+    last: float = 0.0
+    count: int = 0  # tokens
+    on_token: "Callable[[RequestRecord], None] | None" = None
+    on_end: "Callable[[RequestRecord], None] | None" = None
+
+    def refuse(self, status: int, reason: str, message: str) -> None:
+        """Note why it is not answered as it was asked."""
+        self.reason, self.message = reason, message
+        self.status = self.status or status
+
+    def tokens(self, count: int, begun: float = 0.0) -> None:
+        """Note that so many tokens have come."""
+        if not count:
+            return
+        self.last, self.count = time.monotonic(), self.count + count
+        self.begun = self.begun or begun
+        if not self.first:
+            self.first = self.last
+            if self.on_token is not None:
+                self.on_token(self)
+
+    def end(self) -> None:
+        """Note that all of its completions have finished."""
+        self.last = time.monotonic()
+        if self.on_end is not None:
+            self.on_end(self)
+
+    @property
+    def token_s(self) -> float | None:
+        """The time per output token after the first one; None if there is no such token.
+
+        >>> RequestRecord(first=1.0, last=3.0, count=10, choices=2).token_s
+        0.5
+        """
+        after = self.count / self.choices - 1
+        return (self.last - self.first) / after if after > 0 else None
+
+
+_record: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
+
+
+def this_request() -> RequestRecord:
+    """Return the request that is being answered; outside of any, one of which nobody is told."""
+    return _record.get() or RequestRecord()
+
+
+def begin(record: RequestRecord) -> None:
+    """Make it `this_request` until its task ends."""
+    _record.set(record)
+    request_id.set(record.id)
+
+
+def record_of(headers: Iterable[tuple[bytes, bytes]]) -> RequestRecord:
+    """Return the record of a request with these headers. Its id is the one of `X-Request-Id`, if that is one.
+
+    >>> record_of([(b"x-request-id", b"abc-1")]).id, len(record_of([(b"x-request-id", b"a b")]).id)
+    ('abc-1', 32)
+    """
+    found = {name: value for name, value in headers if name in (b"x-request-id", b"traceparent", b"tracestate")}
+    record = RequestRecord()
+    if ID.fullmatch(given := found.get(b"x-request-id", b"")):
+        record.id = given.decode()
+    if TRACEPARENT.fullmatch(parent := found.get(b"traceparent", b"").decode("latin-1")):
+        record.trace_headers["traceparent"] = parent
+        if TRACESTATE.fullmatch(state := found.get(b"tracestate", b"").decode("latin-1")):
+            record.trace_headers["tracestate"] = state
+    return record

@@ -1,0 +1,232 @@
+"""Completions in OpenAI's words: whole, or as a stream of events."""
+
+import time
+from codecs import getincrementaldecoder
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from symbiosis.server.generation import Delta, Generation
+from symbiosis.server.openai_protocol import Continuation
+from symbiosis.server.request_record import this_request
+from symbiosis.serving.engine.detokenize import bytes_of, special_tokens, text_of
+from symbiosis.serving.request import Token
+
+Fields = dict[str, Any]
+_tokens = msgspec.msgpack.Decoder(tuple[Token, ...])
+
+
+class Words:
+    """What both kinds of completions have in common.
+
+    Args:
+        logprobs: Whether log probabilities were asked for.
+    """
+
+    kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
+        self.tokenizer, self.logprobs = tokenizer, logprobs
+        self._head: Fields = {"id": f"{self.prefix}-{this_request().id}", "created": int(time.time()), "model": model}
+
+    def go_on(self, before: Continuation) -> None:
+        """Go on with an answer that another server has begun."""
+        self._head |= {"id": before.id, "created": before.created}
+
+    def whole(self, generation: Generation, deltas: list[Delta]) -> Iterator[bytes]:
+        """Yield the whole answer as JSON, each choice by itself: together they may be large."""
+        yield msgspec.json.encode({"object": self.kind, **self._head})[:-1] + b',"choices":['
+        for number, delta in enumerate(deltas):
+            yield b"," * (number > 0) + msgspec.json.encode(self.choice(delta))
+        yield b'],"usage":' + msgspec.json.encode(usage(generation)) + b"}"
+
+    def chunk(self, choices: list[Fields], usage: Fields | None = None, is_asked: bool = False) -> Fields:
+        """Return a chunk of a stream. If the stream's usage was asked for (`is_asked`), each chunk has that field."""
+        return {"object": self.chunk_kind, **self._head, "choices": choices, **({"usage": usage} if is_asked else {})}
+
+    def frame(self, is_asked: bool) -> tuple[bytes, bytes]:
+        """Return what stands before and after the one choice of each chunk.
+
+        >>> before, after = CompletionWords("m", None, False, [], [], 1).frame(is_asked=True)
+        >>> before[:27], before[-24:], after
+        (b'{"object":"text_completion"', b',"model":"m","choices":[', b'],"usage":null}')
+        """
+        before, after = msgspec.json.encode(self.chunk([], is_asked=is_asked)).rsplit(b"]", 1)
+        return before, b"]" + after
+
+    def first(self, choices: int) -> Iterator[Fields]:
+        """Return what a stream begins with."""
+        yield from ()
+
+    def choice(self, delta: Delta) -> Fields:
+        raise NotImplementedError
+
+    def part(self, delta: Delta) -> Fields:
+        raise NotImplementedError
+
+
+class ChatWords(Words):
+    """Answers of POST /v1/chat/completions."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def first(self, choices: int) -> Iterator[Fields]:
+        for index in range(choices):
+            start = {"role": "assistant", "content": ""}
+            yield {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
+
+    def choice(self, delta: Delta) -> Fields:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"index": delta.choice, "message": message, **self._ending(delta)}
+
+    def part(self, delta: Delta) -> Fields:
+        return {"index": delta.choice, "delta": {"content": delta.text} if delta.text else {}, **self._ending(delta)}
+
+    def _ending(self, delta: Delta) -> Fields:
+        shown = {"content": [self._shown(token) for token in delta.tokens]} if self.logprobs else None
+        return {"logprobs": shown, "finish_reason": delta.finish}
+
+    def _shown(self, token: Token) -> Fields:
+        top = [self._one(id, logprob) for id, logprob in token.top]
+        return {**self._one(token.id, token.logprob), "top_logprobs": top}
+
+    def _one(self, id: int, logprob: float | None) -> Fields:
+        told = list(bytes_of(self.tokenizer, id))
+        return {"token": text_of(self.tokenizer, id), "logprob": finite(logprob), "bytes": told}
+
+
+class Places:
+    """Where tokens begin in the text that they make. A character may be several tokens: all of them begin where it does.
+
+    >>> places = Places(10)
+    >>> [places.of(token) for token in (b"a", b"\\xc3", b"\\xa9", b"b")]
+    [10, 11, 11, 12]
+    """
+
+    def __init__(self, at: int) -> None:
+        self.at, self._decoder = at, getincrementaldecoder("utf-8")("replace")
+
+    def of(self, token: bytes) -> int:
+        """Return the place of the next token, which has these bytes."""
+        at = self.at
+        self.at += len(self._decoder.decode(token))
+        return at
+
+    def end(self) -> int:
+        """Return where the text ends, of which no more tokens come."""
+        return self.at + len(self._decoder.decode(b"", final=True))
+
+
+class CompletionWords(Words):
+    """Answers of POST /v1/completions.
+
+    Args:
+        echoes: The text of each prompt, which comes first; empty if it was not asked for.
+        completions: Of each prompt.
+        skips: Whether special tokens are left out of what is generated.
+    """
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Any,
+        logprobs: bool,
+        echoes: list[str],
+        prompts: list[tuple[int, ...]],
+        completions: int,
+        skips: bool = True,
+    ) -> None:
+        super().__init__(model, tokenizer, logprobs)
+        self._echoes, self._prompts, self._completions, self._skips = echoes, prompts, completions, skips
+        self._shown_prompts: dict[int, Fields] = {}  # log probabilities, by prompt: all its completions show the same
+        self._places: dict[int, Places] = {}  # by completion
+        self._begun: set[int] = set()
+
+    def go_on(self, before: Continuation) -> None:
+        super().go_on(before)
+        ended = frozenset(before.ended)
+        for index, tokens in enumerate(before.tokens):
+            if tokens or index in ended:
+                self._begun.add(index)
+                if self.logprobs:
+                    self._places_in(index, tokens)
+
+    def choice(self, delta: Delta) -> Fields:
+        return self.part(delta)
+
+    def part(self, delta: Delta) -> Fields:
+        index, text = delta.choice, delta.text
+        places = self._places_in(index, [token.id for token in delta.tokens]) if self.logprobs else []
+        shown = self._shown(delta.tokens, places) if self.logprobs else None
+        if self._echoes and index not in self._begun:
+            text = self._echoes[index // self._completions] + text
+            if shown is not None:
+                before = self._shown_prompt(delta)
+                shown = {name: before[name] + shown[name] for name in shown}
+        if index not in self._begun:
+            self._begin(index)
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": delta.finish}
+
+    def _begin(self, index: int) -> None:
+        """Note that a completion is shown. What all of a prompt's have shown is not kept: of many prompts it would be much."""
+        self._begun.add(index)
+        number = index // self._completions
+        of_prompt = range(number * self._completions, (number + 1) * self._completions)
+        if self._begun.issuperset(of_prompt):
+            self._shown_prompts.pop(number, None)
+
+    def _shown_prompt(self, delta: Delta) -> Fields:
+        """Return the log probabilities of the prompt's tokens. The first token has none, because nothing comes before it."""
+        number = delta.choice // self._completions
+        if number not in self._shown_prompts:
+            told = _tokens.decode(delta.prompt_logprobs) if delta.prompt_logprobs else ()
+            prompt = self._prompts[number]
+            missing = [Token(id) for id in prompt[: len(prompt) - len(told)]]
+            places = Places(0)
+            starts = [places.of(bytes_of(self.tokenizer, id)) for id in prompt]
+            unseen = places.end() - len(self._echoes[number])  # characters of what the tokenizer has put in front
+            self._shown_prompts[number] = self._shown([*missing, *told], [max(0, start - unseen) for start in starts])
+        return self._shown_prompts[number]
+
+    def _places_in(self, index: int, tokens: Sequence[int]) -> list[int]:
+        """Return where these next tokens of a completion begin in its text."""
+        if (places := self._places.get(index)) is None:
+            echo = len(self._echoes[index // self._completions]) if self._echoes else 0
+            places = self._places[index] = Places(echo)
+        silent = special_tokens(self.tokenizer) if self._skips else ()
+        return [places.of(b"" if token in silent else bytes_of(self.tokenizer, token)) for token in tokens]
+
+    def _shown(self, tokens: list[Token], places: list[int]) -> Fields:
+        return {
+            "tokens": [text_of(self.tokenizer, token.id) for token in tokens],
+            "token_logprobs": [finite(token.logprob) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": places,
+        }
+
+    def _top(self, token: Token) -> dict[str, float | None] | None:
+        if token.logprob is None:
+            return None
+        pairs = ((token.id, token.logprob), *token.top)  # the chosen one is always there
+        return {text_of(self.tokenizer, id): finite(logprob) for id, logprob in pairs}
+
+
+def usage(generation: Generation) -> Fields:
+    details = {"cached_tokens": generation.cached_tokens}
+    return counted(generation.prompt_tokens, generation.completion_tokens) | {"prompt_tokens_details": details}
+
+
+def counted(prompt: int, completion: int) -> Fields:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def finite(logprob: float | None) -> float | None:
+    """Return a number that JSON has. It has no infinity; like OpenAI's API, this one returns -9999 instead.
+
+    >>> finite(float("-inf"))
+    -9999.0
+    """
+    return None if logprob is None else max(logprob, -9999.0)

@@ -1,0 +1,269 @@
+"""What the routes share: the engine, the tokenizer, the keys, and what a request may ask for."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+
+from symbiosis.server import metrics
+from symbiosis.server.api_errors import ApiError, unknown_model, wrong
+from symbiosis.server.api_keys import Admission, Tenant
+from symbiosis.server.generation import Generation
+from symbiosis.server.incoming.authentication import Authentication
+from symbiosis.server.incoming.bodies import Bodies, until_hung_up
+from symbiosis.server.incoming.fair_share import FairShare, Lease
+from symbiosis.server.incoming.prompts import Prompts, too_long
+from symbiosis.server.ipc.engine_client import EngineClient
+from symbiosis.server.ipc.engine_ipc import FrontOptions
+from symbiosis.server.ipc.tenant_threads import LARGE, MANY_CHOICES, TenantThreads
+from symbiosis.server.labelled_figures import Key
+from symbiosis.server.observer import Observer
+from symbiosis.server.openai_protocol import AS_ASKED, AS_CHAT, Body, ChatBody, Continuation, refusing
+from symbiosis.server.request_record import this_request
+from symbiosis.server.tracing import Tracing
+from symbiosis.serving.engine.detokenize import Stop, Text
+from symbiosis.serving.engine.engine_stats import EngineStats
+from symbiosis.serving.engine.limits import MANY, check_chosen
+from symbiosis.serving.request import Request, Sampling
+
+Made = TypeVar("Made")
+MOST_PROMPT_LOGPROBS = 1 << 22  # log probabilities of prompts that answers under way have: each takes 16 bytes here
+MOST_LOGPROBS = 1 << 21  # of tokens that wait for the readers of answers: each takes 100 bytes
+
+
+OTHER_BASE = "the model has another base by now than the one that began this answer: ask again"
+
+
+class ServingState(Authentication):
+    """One engine, as clients see it."""
+
+    def __init__(
+        self, remote: EngineClient, tokenizer: Any, options: FrontOptions, tracing: Tracing | None = None
+    ) -> None:
+        super().__init__(options.api_keys, options.host, options.allowed_hosts)
+        self.observer = Observer(tracing)
+        self.remote, self.tokenizer, self.options = remote, tokenizer, options
+        self.prompts = Prompts(tokenizer, remote.welcome.longest, remote.welcome.vocabulary, options.max_requests)
+        self.bodies = Bodies()
+        self._lanes = TenantThreads(4, "http-made")
+        self.started = int(time.time())
+        self._prepared = 0  # completions that the engine has not been asked for yet
+        self._prompt_logprobs, self._logprobs = FairShare(MOST_PROMPT_LOGPROBS), FairShare(MOST_LOGPROBS)
+        remote.places = FairShare(max(2, options.max_requests))
+        self._metrics: asyncio.Task[bytes] | None = None  # that are being made
+
+    @property
+    def state(self) -> str:
+        """The server's state in a word. It takes requests only while it is "serving"."""
+        if not self.remote.is_there:
+            return "the engine has ended"
+        if self.remote.is_silent:
+            return "the engine does not answer"
+        return "ending" if self.remote.drained.is_set() else "serving"
+
+    async def metrics(self) -> bytes:
+        """Return the figures as Prometheus reads them. All who ask while they are made get the same ones: nobody needs a key for them."""
+        if self._metrics is None or self._metrics.done():
+            self._metrics = asyncio.create_task(self._made_metrics())
+        return await asyncio.shield(self._metrics)
+
+    async def _made_metrics(self) -> bytes:
+        await asyncio.gather(*map(self._drop_if_gone, self.observer.adapters.named))
+        return metrics.text(await self.figures(), self.observer, self.options.engine)
+
+    async def _drop_if_gone(self, key: Key) -> None:
+        """Count no more what an adapter did that is gone."""
+        if (name := key[-1]) != self.options.model:
+            try:
+                await self.remote.ask(type(None), "check", name)
+            except ApiError as error:
+                if error.status < 500:  # there is none, or none that can be served
+                    self.observer.adapters.drop(key)
+
+    async def figures(self) -> EngineStats:
+        """Return the engine's figures. Of what was let in, all that is not in its batch waits, also what it has not heard of yet."""
+        found = await self.remote.ask(EngineStats, "figures")
+        in_flight = max(found.running + found.waiting, self._prepared + self.remote.completions)
+        return msgspec.structs.replace(found, waiting=in_flight - found.running)
+
+    async def body(self, request: HttpRequest) -> bytes:
+        """Return the whole body of a request, if it is not too large and comes in time."""
+        return await self.bodies.read(request, self.options.max_body_bytes)
+
+    def adapter(self, model: str) -> str | None:
+        """Return the engine's name for an adapter. None is the base."""
+        if not model or len(model) > 256:
+            raise unknown_model(model, [self.options.model])
+        return None if model == self.options.model else model
+
+    @contextmanager
+    def admitted(self, tenant: Tenant, body: Body, prompts: int, tokens: int) -> Iterator[Admission]:
+        """Let a request in, by what is cheap to know of it. If what follows fails, it has never been there.
+
+        Args:
+            tokens: How many a completion may have at most.
+        """
+        completions = prompts * body.completions
+        if completions > self.options.max_requests:
+            raise wrong(f"at most {self.options.max_requests} completions, and this would be {completions}", "n")
+        if body.continuation is not None:
+            if body.continuation.base not in ("", self.remote.welcome.fingerprint):
+                raise ApiError(409, OTHER_BASE, "continuation")
+            _check_continuation(body.continuation, completions, self.remote.welcome.longest)
+        self.check_room(tenant, prompts, completions)
+        most = min(tokens, self.remote.welcome.most_tokens)
+        admission = tenant.admit(completions, self.keys.clock(), completions * most)
+        self._prepared += completions
+        try:
+            yield admission
+        except BaseException:
+            admission.end()
+            raise
+        finally:
+            self._prepared -= completions
+
+    def check_room(self, tenant: Tenant, requests: int, completions: int) -> None:
+        """Raise `ApiError` unless so many more requests may be under way. Where there are keys, none takes the last places from whoever comes
+        next, nor has them back before the engine has ended what had them."""
+        if self.keys.are_needed:
+            if completions > (most := self.remote.places.alone):
+                raise wrong(f"at most {most} completions of one key, and this would be {completions}", "n")
+            if not self.remote.places.has(tenant.name, completions):
+                raise ApiError(
+                    503,
+                    "this key has its part of what may be under way: try again later",
+                    retry_s=1.0,
+                    reason="share_of_key",
+                )
+        if self.remote.drained.is_set():
+            raise ApiError(503, "the server is ending: ask another one", retry_s=10.0, reason="ending")
+        if self.remote.under_way + requests > self.options.max_requests:
+            raise ApiError(
+                503,
+                f"{self.remote.under_way} requests are under way: try again later",
+                retry_s=1.0,
+                reason="overloaded",
+            )
+
+    def hold(self, prompt_logprobs: int, admission: Admission) -> None:
+        """Keep room for so many log probabilities of prompts until the admission ends. Raises `ApiError` if there is none."""
+        if prompt_logprobs > (most := self._prompt_logprobs.alone):
+            raise wrong(
+                f"at most {most} log probabilities of prompts, and this would be {prompt_logprobs}: send fewer prompts at once, "
+                "or ask for fewer of each token",
+                "prompt",
+            )
+        if not prompt_logprobs:
+            return
+        held = Lease(self._prompt_logprobs, admission.tenant.name)
+        if not held.take(prompt_logprobs):
+            raise ApiError(
+                503,
+                "log probabilities of other prompts are under way: try again later",
+                retry_s=1.0,
+                reason="share_of_key",
+            )
+        admission.at_end(held.end)
+
+    def hold_as_they_come(self, generation: Generation, admission: Admission) -> None:
+        """Have a generation keep room for the log probabilities of its tokens, until they are read or the admission ends; without room it
+        fails."""
+        generation.held = Lease(self._logprobs, admission.tenant.name)
+        admission.at_end(generation.held.end)
+
+    async def made(
+        self, request: HttpRequest, tenant: Tenant, size: int, choices: int, make: Callable[[], Made]
+    ) -> Made:
+        """Return what `make` makes of a body of so many bytes and choices. Of a large one it is made in a thread, so that nobody waits for it,
+        and only if the client still does."""
+        if size <= LARGE and choices <= MANY_CHOICES:
+            return make()
+        work = self._lanes.submit(tenant.name, make)
+        result: asyncio.Future[Made] = asyncio.wrap_future(work)
+        left = asyncio.create_task(until_hung_up(request.receive))
+        either: set[asyncio.Future[Any]] = {result, left}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                raise ApiError(400, "the client has hung up", reason="client_left")
+            return result.result()
+        finally:
+            result.cancel()
+            left.cancel()
+
+    def tokens_for(self, prompts: list[tuple[int, ...]], wanted: int | None, default: int | None, name: str) -> int:
+        """Return how many tokens a completion may have: `wanted` if they fit, else it is an error; by default as many as fit. (The engine
+        knows what an adapter leaves of them.)"""
+        longest, length = self.remote.welcome.longest, max(map(len, prompts))
+        left = longest - length
+        if left < (0 if wanted == 0 else 1) or (wanted or 0) > left:
+            raise wrong(
+                f"the model takes {longest} tokens, and this would be {length} of the prompt and {wanted or 1} more: "
+                f"shorten the prompt, or {name}",
+                "messages" if name == "max_completion_tokens" else "prompt",
+                "context_length_exceeded",
+                reason="too_long",
+            )
+        fits = max(1, self.remote.welcome.most_tokens - length)
+        return min(fits, default or fits) if wanted is None else wanted
+
+    def generation(
+        self,
+        admission: Admission,
+        body: Body,
+        prompts: list[tuple[int, ...]],
+        sampling: Sampling,
+        prompt_logprobs: bool,
+    ) -> Generation:
+        """Return a generation that has not begun. To go on with a long one takes long."""
+        before, record = body.continuation, this_request()
+        record.model, record.adapter, record.sampling = self.options.model, body.model, sampling
+        ended = before.ended_of(body.completions) if before else {}
+        requests = [
+            Request(
+                id=self.remote.next_id(),
+                prompt=prompt,
+                sampling=sampling,
+                adapter=self.adapter(body.model),
+                tenant=admission.tenant.name,
+                completions=body.completions,
+                prompt_logprobs=prompt_logprobs,
+                may_be_shorter=body.wanted is None,
+                chosen=before.chosen(number, body.completions) if before else (),
+                ended=ended.get(number, ()),
+                external_id=record.id,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        with refusing():
+            for request in [each for each in requests if each.under_way]:
+                check_chosen(request, self.remote.welcome.vocabulary)
+        stops = [Stop(each) for each in body.stops]
+        names = AS_CHAT if isinstance(body, ChatBody) else AS_ASKED
+        special, keeps = body.skip_special_tokens is False, bool(body.include_stop_str_in_output)
+        silent = () if keeps else sampling.ending(self.remote.welcome.ends)
+
+        def text() -> Text:
+            return Text(self.tokenizer, stops, sampling.min_tokens, special, keeps, silent)
+
+        return Generation(self.remote, requests, text, admission.spend, names)
+
+
+def _check_continuation(before: Continuation, completions: int, longest: int) -> None:
+    """Check what is cheap to know: how much there is, and not yet what."""
+    if before.tokens and len(before.tokens) != completions:
+        raise wrong("continuation has a list of tokens for each choice", "continuation")
+    if any(len(tokens) >= longest for tokens in before.tokens):
+        raise too_long(longest, "those of the continuation", "continuation")
+    ended = set(before.ended)
+    if len(ended) < len(before.ended) or not all(0 <= choice < completions for choice in ended):
+        raise wrong(
+            f"continuation: ended names choices, each once, which are numbered from 0 to {completions - 1}",
+            "continuation",
+        )
+    if not (0 <= before.created < MANY**2 and 0 <= before.opened < MANY):
+        raise wrong("continuation: created and opened are numbers that a stream has told", "continuation")

@@ -1,0 +1,358 @@
+"""`Engine`: completions of one base model with any number of adapters."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Sequence as Tokens
+from itertools import count
+from pathlib import Path
+from secrets import randbits
+from typing import Any, get_args
+
+import msgspec
+import torch
+from torch import nn
+
+from symbiosis.client.from_executor import built
+from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
+from symbiosis.errors import ConfigError
+from symbiosis.serving.engine.engine_stats import EngineStats
+from symbiosis.serving.engine.loop import Loop
+from symbiosis.serving.engine.reader import Completion, PartReader, Reader
+from symbiosis.serving.engine.request_check import check, fitted, most_tokens
+from symbiosis.serving.engine.request_state import RequestState
+from symbiosis.serving.lora.adapter import Adapter
+from symbiosis.serving.lora.adapter_cache import AdapterCache
+from symbiosis.serving.lora.adapter_files import MOST_TENSOR_BYTES
+from symbiosis.serving.lora.adapter_kinds import LoadedAdapter
+from symbiosis.serving.lora.registry import AdapterRegistry, Looked
+from symbiosis.serving.lora.target_layers import TargetLayers
+from symbiosis.serving.request import Output, Request
+from symbiosis.serving.runner.dense_runner import make_ready
+from symbiosis.serving.runner.model_runner import ModelRunner, bytes_of
+from symbiosis.serving.sampling.grammar import Grammar, Grammars
+from symbiosis.serving.scheduler.scheduler import Scheduler, StepRules
+from symbiosis.serving.scheduler.scheduler_output import BLOCK, Sequence
+from symbiosis.serving.serve_options import Policy
+
+
+class Engine:
+    """Completions of one base model with any number of adapters, in one batch.
+
+    Args:
+        model: Of transformers, wrapped or not, which nobody else may use from now on; or the endpoint of an executor.
+        tokenizer: For prompts and answers that are text, and for text by a JSON schema; or where to load it from.
+        adapters: A folder whose subfolders are adapters, loaded when they are first asked for.
+        memory: For keys, values and adapters: bytes, or, below 1, a share of what is free. Default: 0.25.
+        max_batch: Sequences that run together.
+        adapters_in_batch: Adapters that run together; None is no limit.
+        prefill_tokens: Tokens of prompts in one step at most, beside all sequences that are being continued.
+        policy: "fcfs": first come, first served. "abort": requests whose first token cannot come within `first_token_s` end at once.
+            "vtc": tenants get alike.
+        max_waiting: Requests under way; more are refused.
+        of_tenant: Sequences of one tenant that run together while others wait; None is no limit.
+        compiles: Whether the model's layers are compiled by torch, when they first run. Only on a GPU, where its kernels serve the model.
+        max_rank: Adapters of a larger rank are refused.
+        adapter_memory: The host's memory for adapters, told in the same way. Those of the folder are let go for others, and read again; beyond it
+            others are refused. Default: a quarter of what is free.
+        max_adapter_bytes: Of the file of an adapter's tensors, if `adapter_memory` is not more. Larger ones are refused.
+        name: What the model is called: no adapter may have that name.
+        wait: How long an executor may take to come up, in seconds; None: as long as it may be away later, 60 or `$SYMBIOSIS_PATIENCE_S`.
+
+    >>> import symbiosis
+    >>> with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, memory=1 << 24) as engine:
+    ...     answer = engine.generate(list(b"Once upon a time"), max_tokens=8, temperature=0.0)
+    >>> len(answer.tokens), answer.finish.value
+    (8, 'length')
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        tokenizer: Any = None,
+        *,
+        adapters: Path | str | None = None,
+        memory: int | float | None = None,
+        max_batch: int = 64,
+        adapters_in_batch: int | None = None,
+        prefill_tokens: int = 512,
+        policy: Policy = "fcfs",
+        first_token_s: float = 6.0,
+        max_waiting: int = 4096,
+        of_tenant: int | None = None,
+        max_rank: int = 256,
+        adapter_memory: int | float | None = None,
+        max_adapter_bytes: int = MOST_TENSOR_BYTES,
+        name: str | None = None,
+        compiles: bool = False,
+        wait: float | None = None,
+    ) -> None:
+        _check_options(
+            policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens, first_token_s=first_token_s,
+            max_waiting=max_waiting, of_tenant=of_tenant, max_rank=max_rank, adapter_memory=adapter_memory, max_adapter_bytes=max_adapter_bytes,
+        )  # fmt: skip
+        self._own_model = built(model, {"wait": wait}, priority="decode") if isinstance(model, str) else None
+        self._served = served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
+        self.tokenizer = _tokenizer(tokenizer)
+        self._residency = AdapterCache(served.arena, served.blocks.make_room, served.fetcher)
+        self._sites = TargetLayers(served, self._residency)
+        self._library = _library(served, adapters, max_rank, adapter_memory, name, max_adapter_bytes)
+        self._grammars = Grammars(self.tokenizer, served.vocabulary, served.ends)
+        whole = served.whole_prompts
+        rules = StepRules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)
+        self._scheduler = Scheduler(served.blocks, self._residency, rules, served.release)
+        self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
+        served.serve(max_batch, max_batch + prefill_tokens, compiles)
+        self._loop = Loop(served, self._scheduler, max_waiting, self._ended)
+        self._loop.following.on_late = self._grammars.was_late
+        self._library.on_replaced, self._library.on_let_go = self._forget, self._leave
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+        """Begin a request with the adapter that has this name now. Raises `ConfigError` if it cannot be served.
+
+        Args:
+            on_output: Called with each step's tokens, in the engine's thread, so it must not block.
+        """
+        adapter = None if request.adapter is None else self._library.get(request.adapter)
+        pages = 0 if adapter is None else self._residency.pages_of(adapter)
+        needs = 0 if adapter is None else adapter.virtual, pages, self._served, self._scheduler.rules.piece
+        request = fitted(request, *needs)
+        check(request, *needs)
+        self._loop.check(request.id)  # before what costs something; begin() does so again
+        if request.sampling.seed is None:
+            drawn = msgspec.structs.replace(request.sampling, seed=randbits(63))
+            request = msgspec.structs.replace(request, sampling=drawn)
+        grammars = [] if request.sampling.schema is None else self._begun(request, request.sampling.schema)
+        tokens = [0] * (adapter.virtual if adapter else 0) + list(request.prompt)
+        now = time.monotonic()
+        sequences = [
+            Sequence(request, number, [*tokens, *request.chosen_of(number)], adapter, now)
+            for number in request.under_way
+        ]
+        self._loop.begin(RequestState(request, sequences, grammars, on_output))
+
+    def _begun(self, request: Request, schema: str) -> list[Grammar]:
+        """Return the grammar of each completion, behind the tokens that were chosen already."""
+        grammars = self._grammars.begin(schema, request.completions, request.tenant)
+        for number, grammar in enumerate(grammars):
+            for token in request.chosen_of(number):
+                if token not in self._served.ends:  # the loop, too, passes these by
+                    grammar.take(token)
+        return grammars
+
+    def on_pause(self, call: Callable[[], None]) -> None:
+        """Have this called after each step, in the engine's thread, when `on_output` was told of all its tokens. It must not block."""
+        self._loop.on_pause = call
+
+    def cancel(self, id: int) -> None:
+        """End a request. Its memory is free before the next step, or soon after if very much was asked at once. A request that has ended already is no error."""
+        self._loop.cancel(id)
+
+    def stop(self, id: int, completion: int = 0) -> None:
+        """End one completion, whose text has come to a stop string, so that it counts as finished. The others of its request go on. Nothing
+        happens to one that has told no token yet, which cannot have come to one, or that has ended already."""
+        self._loop.stop(id, completion)
+
+    def add(self, name: str, source: Any) -> Adapter:
+        """Add an adapter that PEFT has saved, or its weights. It replaces one of the same name; requests under way keep the old one."""
+        return self._library.add(name, source)
+
+    def remove(self, name: str) -> None:
+        """Remove an adapter. Requests under way keep it."""
+        self._library.remove(name)
+
+    def _forget(self, old: Adapter) -> None:
+        """Forget a version that no later request gets."""
+        self._loop.ask(lambda: self._drop(old))
+
+    def _drop(self, old: Adapter) -> None:
+        """Free what the memory holds of a version that no later request gets. Where requests under way have it, the last of them does so:
+        those that wait bring it again."""
+        if not self._loop.uses(old.version):
+            self._served.blocks.forget(old.version)
+            self._residency.forget(old.version)
+
+    def _ended(self, adapter: Adapter) -> None:
+        if self._library.is_replaced(adapter):
+            self._drop(adapter)
+
+    def _leave(self, old: LoadedAdapter) -> None:
+        """Free what the device has of an adapter that the library has let go, if that would keep the rest of it in memory, too."""
+        if old.own:
+            self._loop.ask(lambda: self._residency.forget(old.version))
+
+    def adapters(self) -> list[Adapter]:
+        """Return the adapters that are loaded."""
+        return list(self._library.loaded())
+
+    def look_at_adapters(self, is_enough: Callable[[], bool] = lambda: False) -> Looked:
+        """Load the adapters of the folder before they are asked for, as far as there is memory for them; says which cannot be served.
+
+        Args:
+            is_enough: Is asked before each: true leaves the others until they are asked for.
+        """
+        return self._library.look(is_enough)
+
+    def has_loaded(self, name: str) -> bool:
+        """Whether an adapter is loaded, and need not be read first."""
+        return self._library.has(name)
+
+    def check_adapter(self, name: str) -> None:
+        """Raise `AdapterError` if there is no adapter of this name, or if it is known that it cannot be served. Nothing is loaded."""
+        self._library.check(name)
+
+    def adapter_names(self) -> list[str]:
+        """Return the names of all adapters that can be served, also of those in the folder that were never asked for."""
+        return self._library.names()
+
+    @property
+    def config(self) -> Any:
+        """The base's configuration: of the part that reads and writes text."""
+        return self._served.config
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens: they are numbered from 0 to below this."""
+        return self._served.vocabulary
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return self._served.ends
+
+    @property
+    def longest(self) -> int:
+        """How many tokens of a prompt and its answer together the model takes."""
+        return self._served.longest
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens of a prompt and its answer together the model takes and the memory holds."""
+        return most_tokens(self._served, self._scheduler.rules.piece)
+
+    def figures(self) -> EngineStats:
+        """Return what is going on now, and what was counted so far."""
+        blocks, pool, counts = self._served.blocks, self._served.arena.pool, self._scheduler.counts
+        free, running = pool.free, len(self._scheduler.running)
+        return msgspec.structs.replace(
+            self._loop.figures,
+            running=running,
+            waiting=max(0, self._loop.in_flight - running),
+            prefix_tokens=counts.asked,
+            prefix_hits=counts.found,
+            pages=pool.total,
+            pages_free=free,
+            pages_cached=max(0, blocks.spare() - free),
+            evictions=counts.evictions,
+            adapters=len(self._library.names()),
+            adapters_loaded=len(self._library.loaded()),
+            adapter_bytes=self._library.bytes,
+            adapters_here=self._residency.count,
+            adapter_fetches=self._residency.fetches,
+            adapter_evictions=self._residency.evictions,
+            finished=dict(self._loop.finished),
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the base, as its executor told when this engine joined it; nothing for a model that was handed over."""
+        return next(remote_weights(self._own_model)).handle.session.fingerprint or "" if self._own_model else ""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are computed. An engine that is closed computes none."""
+        return self._loop.is_alive
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether a step has failed where no memory can be had any more. It is for good: other steps would fail, too."""
+        return self._loop.is_starved
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """How many more tokens there is memory for, and for how many there is in all."""
+        blocks = self._served.blocks
+        free, total = blocks.spare(), self._served.arena.pool.total
+        return free // blocks.layers * BLOCK, total // blocks.layers * BLOCK
+
+    @property
+    def step_s(self) -> float:
+        """How many seconds the present step has taken so far."""
+        return self._loop.step_s
+
+    def generate(
+        self,
+        prompt: str | Tokens[int],
+        *,
+        adapter: str | None = None,
+        tenant: str = "",
+        stop: str | Iterable[str] = (),
+        **sampling: Any,
+    ) -> Completion:
+        """Complete a prompt, and return the whole completion.
+
+        Args:
+            stop: Strings before which the text is cut.
+            sampling: The fields of `Sampling`.
+        """
+        reader = Reader(self, prompt, adapter, tenant, stop, sampling)
+        return reader.wait()
+
+    def stream(
+        self,
+        prompt: str | Tokens[int],
+        *,
+        adapter: str | None = None,
+        tenant: str = "",
+        stop: str | Iterable[str] = (),
+        **sampling: Any,
+    ) -> AsyncIterator[Completion]:
+        """Complete a prompt, and yield what each step adds. Leaving the loop cancels the request."""
+        return PartReader(self, prompt, adapter, tenant, stop, sampling).parts()
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def close(self, drain: bool = True) -> None:
+        """Close the engine. With `drain`, requests under way are finished first; else they are cancelled."""
+        self._loop.close(drain)
+        if self._own_model is not None:
+            _close_sessions(self._own_model)
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(drain=kind is None)
+
+
+def _library(
+    served: ModelRunner,
+    adapters: Path | str | None,
+    max_rank: int,
+    memory: float | None,
+    name: str | None,
+    most_file: int,
+) -> AdapterRegistry:
+    folder, most = Path(adapters) if adapters else None, bytes_of(memory, torch.device("cpu"))
+    return AdapterRegistry(served, folder, max_rank, most, name, most_file)
+
+
+def _tokenizer(given: Any) -> Any:
+    if not isinstance(given, str | Path):
+        return given
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(given)
+
+
+def _close_sessions(model: nn.Module) -> None:
+    for session in {p.handle.session for p in model.parameters() if isinstance(p, RemoteWeight)}:
+        session.close()
+
+
+def _check_options(policy: str, **numbers: float | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} must be positive, not {value}")
+    if policy not in get_args(Policy):
+        raise ConfigError(f"policy is {' or '.join(map(repr, get_args(Policy)))}, not {policy!r}")

@@ -1,0 +1,1 @@
+"""Keys and values in pages of one memory, which adapters share."""

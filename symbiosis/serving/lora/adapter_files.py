@@ -1,0 +1,230 @@
+"""Reads an adapter's files, as PEFT saves them. They are read as data only: nothing in them is ever run."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import AdapterError
+from symbiosis.serving.lora.adapter import LARGE_CONFIG, LARGE_HEADER, MOST_CONFIG_PARTS, MOST_HEADER_BYTES, parts
+from symbiosis.text import shown
+
+CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+MOST_CONFIG_BYTES, MOST_TENSOR_BYTES = 1 << 20, 1 << 30
+MOST_TENSORS = 1 << 16  # of a file, where nothing is known of the base
+MOST_SIDES = 1 << 40  # all sides of an empty tensor together, but for those of 0
+PARTS_OF_A_TENSOR, FEW_OBJECTS = 12, 64  # of a header: its own, and those of the metadata
+PIECE_BYTES, MOST_THREADS = 4 << 20, 8  # of a file that is read by several threads
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+Data = bytes | bytearray | memoryview
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+HOW_TO_CONVERT = "save it again with PEFT's save_pretrained, which writes safetensors"
+
+
+class LargeHeader(ValueError):
+    """The header of a safetensors file is not parsed, because that could take long: others wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """An adapter's configuration and its tensors, under the names that they have in PEFT's files."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    contents: Tensor | None = None  # of the file of the tensors, which are views of it
+
+    def place_of(self, tensor: Tensor) -> int | None:
+        """Return where in the file a tensor lies, or None if it is no view of the file's contents."""
+        if self.contents is None or not tensor.is_contiguous():
+            return None
+        at = tensor.data_ptr() - self.contents.data_ptr()
+        return at if 0 <= at <= self.contents.nbytes - tensor.nbytes else None
+
+    @classmethod
+    def parse(
+        cls, config: Data, tensors: Data, is_known: bool = False, most_tensors: int = MOST_TENSORS
+    ) -> "AdapterWeights":
+        """Read an adapter from the contents of its two files.
+
+        Args:
+            is_known: All its numbers were found to be finite before.
+        """
+        return cls(_config(config), _tensors(tensors, is_known, most_tensors))
+
+
+def read_folder(
+    folder: Path, is_known: bool = False, most_bytes: int = MOST_TENSOR_BYTES, most_tensors: int = MOST_TENSORS
+) -> AdapterWeights:
+    """Read an adapter that PEFT's `save_pretrained` wrote.
+
+    Args:
+        most_bytes: Of the file of its tensors.
+        most_tensors: In that file.
+    """
+    if not folder.is_dir():
+        raise AdapterError(f"{folder.name!r} is not a folder: an adapter is what PEFT's save_pretrained writes")
+    config = _bytes(folder, CONFIG, MOST_CONFIG_BYTES)
+    if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
+        raise AdapterError(f"{folder.name!r} has {PICKLE}, a pickle, which could run anything: {HOW_TO_CONVERT}")
+    contents = _bytes(folder, TENSORS, most_bytes)
+    weights = AdapterWeights.parse(config, contents, is_known, most_tensors)
+    return replace(weights, contents=torch.frombuffer(contents, dtype=torch.uint8))
+
+
+def state_of(folder: Path) -> tuple[int, ...] | None:
+    """Return a tuple that differs whenever the adapter there has changed, or None if there is none."""
+    try:
+        states = [(folder / name).stat() for name in (CONFIG, TENSORS)]
+    except OSError:
+        return None
+    return tuple(number for state in states for number in (state.st_mtime_ns, state.st_size, state.st_ino))
+
+
+def _bytes(folder: Path, name: str, most: int) -> memoryview:
+    file = folder / name
+    if not file.is_file():
+        raise AdapterError(f"{folder.name!r} has no {name}: an adapter is what PEFT's save_pretrained writes")
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise AdapterError(f"{file.name} is a link to a file outside of its folder: put the file itself there")
+    if (size := file.stat().st_size) > most:
+        more = ": start the server with more --adapter-memory or --max-adapter-bytes" if name == TENSORS else ""
+        raise AdapterError(f"{name} has {size} bytes, and may have {most}{more}")
+    return _read(file)
+
+
+def _read(file: Path) -> memoryview:
+    """Read a file, piece by piece by several threads."""
+    with file.open("rb", buffering=0) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        view: memoryview = torch.empty(size, dtype=torch.uint8).numpy().data
+
+        def read(at: int) -> int:
+            return os.preadv(opened.fileno(), [view[at : at + PIECE_BYTES]], at)
+
+        if sum(in_parallel(read, range(0, size, PIECE_BYTES))) < size:
+            raise AdapterError(f"{file.name} became shorter while it was read: copy it again")
+    return view
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_thread_count(), "symbiosis-adapters")
+
+
+def _thread_count() -> int:
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def in_each_thread(function: Callable[[], object]) -> None:
+    """Call a function in each of several threads, which share its work as they get on."""
+    in_parallel(lambda _: function(), range(_thread_count()))
+
+
+def in_parallel(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Call a function for each, in several threads if there are several. It must not call this itself.
+
+    >>> in_parallel(abs, [-3, 1, -2])
+    [3, 1, 2]
+    """
+    given, threads = list(items), _thread_count()
+    if threads < 2 or len(given) < 2:
+        return [function(each) for each in given]
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # each thread has its own
+
+    def share(first: int) -> list[Result]:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return [function(each) for each in given[first::threads]]
+
+    shares = list(_threads().map(share, range(threads)))
+    return [shares[number % threads][number // threads] for number in range(len(given))]
+
+
+def check_finite(values: Iterable[tuple[str, Tensor]], why: str) -> None:
+    given = [(name, tensor) for name, tensor in values if tensor.is_floating_point() and tensor.numel()]
+    for (name, _), is_finite in zip(given, in_parallel(_is_finite, [tensor for _, tensor in given]), strict=True):
+        if not is_finite:
+            raise AdapterError(f"{shown(name)} has values that are infinite or not numbers: {why}")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Look at the least and the largest number: forty times as fast as to look at each. What is not a number is either."""
+    least, largest = torch.aminmax(tensor if tensor.itemsize > 1 else tensor.float())
+    return math.isfinite(least.item()) and math.isfinite(largest.item())
+
+
+def _config(data: Data) -> dict[str, Any]:
+    if parts(text := bytes(data)) > MOST_CONFIG_PARTS:
+        raise AdapterError(LARGE_CONFIG)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{CONFIG} is not JSON ({shown(str(error))}): save the adapter again") from None
+    if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
+        raise AdapterError(f"{CONFIG} has no peft_type: it is not of PEFT")
+    return config
+
+
+def _tensors(data: Data, is_known: bool, most: int) -> dict[str, Tensor]:
+    try:
+        tensors = parse_tensors(data, most)
+    except LargeHeader as error:
+        raise AdapterError(f"{TENSORS} has too many tensors, or too much beside them: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise AdapterError(f"{TENSORS} cannot be read ({shown(str(error))}): was it cut off? Copy it again") from None
+    if not tensors:
+        raise AdapterError(f"{TENSORS} holds no tensors: gather the adapter's weights before they are saved")
+    if not is_known:
+        check_finite(tensors.items(), "its training has diverged")
+    return tensors
+
+
+def parse_tensors(data: Data, most: int = MOST_TENSORS) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, as views into it where they can be. What that format does not allow is a `ValueError`, or
+    another error of a wrong type."""
+    size = int.from_bytes(data[:8], "little")
+    begin = 8 + size
+    if len(data) < 8 or begin > len(data):
+        raise ValueError("it ends before its header does")
+    if size > MOST_HEADER_BYTES:
+        raise LargeHeader(LARGE_HEADER)
+    told = bytes(data[8:begin])
+    if parts(told) > PARTS_OF_A_TENSOR * most + MOST_CONFIG_PARTS or told.count(b"{") > most + FEW_OBJECTS:
+        raise LargeHeader(f"its header tells of more than {most}")
+    header: dict[str, Any] = json.loads(told.decode())
+    header.pop("__metadata__", None)
+    memory = memoryview(bytearray(data) if isinstance(data, bytes) else data)
+    tensors, at = {}, 0
+    for name, told in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        first, last = told["data_offsets"]
+        dtype, shape = DTYPES[told["dtype"]], told["shape"]
+        if not all(type(number) is int and number >= 0 for number in (first, last, *shape)):
+            raise ValueError(f"the shape of {name!r} is not of whole numbers")
+        if first != at or last - first != math.prod(shape) * dtype.itemsize or begin + last > len(memory):
+            raise ValueError(f"the place of {name!r} is wrong")
+        tensors[name], at = _tensor(memory, begin + first, dtype, shape), last
+    if begin + at != len(memory):
+        raise ValueError("it goes on behind its last tensor")
+    return tensors
+
+
+def _tensor(memory: memoryview, at: int, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    count = math.prod(shape)
+    if not count:
+        if math.prod(side for side in shape if side) > MOST_SIDES:
+            raise ValueError(f"a shape of {shown(str(shape))} is no tensor's")
+        return torch.empty(shape, dtype=dtype)
+    if at % dtype.itemsize:
+        memory, at = memoryview(bytearray(memory[at : at + count * dtype.itemsize])), 0
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(shape)

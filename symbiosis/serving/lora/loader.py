@@ -1,0 +1,123 @@
+"""Prepares an adapter's files for computing, or says why it cannot be computed."""
+
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from symbiosis.errors import AdapterError
+from symbiosis.serving.lora.adapter_cache import pages_for
+from symbiosis.serving.lora.adapter_files import TENSORS, AdapterWeights, check_finite
+from symbiosis.serving.lora.adapter_kinds import Base, LoadedAdapter, LoraFile, NotFused, OwnTensor, Part, fused_parts
+from symbiosis.serving.lora.config_patterns import check_numbers, check_sizes, without_patterns
+from symbiosis.serving.lora.peft_layers import Skeleton, own_tensors, peft_layers
+from symbiosis.serving.lora.probe import misplaced
+from symbiosis.serving.runner.model_runner import ModelRunner
+
+PROMPTS = ("PROMPT_TUNING", "P_TUNING")
+
+
+@dataclass(slots=True)
+class Loader:
+    """Loads adapters for one base."""
+
+    served: ModelRunner
+    base: Base
+    skeleton: Skeleton
+    misplaced: dict[str, str]
+    max_rank: int
+    one_by_one: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, served: ModelRunner, max_rank: int) -> "Loader":
+        """Return a loader for a model. It has to be made before the model has sites."""
+        return cls(served, Base.of(served.model, served.dtype), Skeleton(served.model), misplaced(served), max_rank)
+
+    def load(self, name: str, weights: AdapterWeights, version: int, is_known: bool = False) -> LoadedAdapter:
+        """Prepare an adapter. One that `is_known` was prepared before from the same files, and its numbers are not looked at again."""
+        check_numbers(weights.config, self.max_rank)
+        check_sizes(weights.config, sum(tensor.numel() for tensor in weights.tensors.values()))
+        weights = replace(weights, config=without_patterns(weights.config, self.base.modules))
+        kind = weights.config["peft_type"]
+        parts: dict[str, Part] = {}
+        layers: dict[str, nn.Module] = {}
+        prompt: Tensor | None = None
+        prefix: tuple[tuple[Tensor, Tensor], ...] = ()
+        if kind in PROMPTS:
+            prompt = self._prompt(weights)
+        elif kind == "PREFIX_TUNING":
+            prefix = self._prefix(weights)
+        else:
+            try:
+                parts = fused_parts(weights, self.base, self.max_rank, lies_at_once=self.served.fetcher is None)
+            except NotFused:
+                with self.one_by_one:  # each is watched for what it does to the base's weights
+                    layers = peft_layers(weights, self.base, self.skeleton)
+        self._check_places([*parts, *layers])
+        scaled = [(name, t) for name, part in parts.items() for t in part.tensors]
+        scaled += [("prompt_embeddings", t) for pair in prefix for t in pair]
+        scaled += [] if prompt is None else [("prompt_embeddings", prompt)]
+        if not is_known:
+            check_finite(scaled, f"scaled, they are beyond what {self.base.dtype} holds")
+        own = own_tensors(layers.values(), self.base)
+        self._check_room(parts, own)
+        virtual = len(prompt) if prompt is not None else len(prefix[0][0]) if prefix else 0
+        ranks = [len(part.down) for part in parts.values() if part.down is not None]
+        held = [t for part in parts.values() for t in part.tensors] or list(weights.tensors.values())
+        nbytes = max(sum(t.nbytes for t in held), sum(each.values.nbytes for each in own))
+        packed = None if self.served.fetcher is None else self.served.fetcher.pack(parts, LoraFile(weights))
+        if packed is not None:
+            parts = packed.layout.parts
+        return LoadedAdapter(
+            name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=nbytes,
+            virtual=virtual, parts=parts, layers=layers, own=own, packed=packed, prompt=prompt, prefix=prefix,
+        )  # fmt: skip
+
+    def read_again(self, adapter: LoadedAdapter, folder: Path) -> LoadedAdapter:
+        """Return an adapter of which only `without_numbers` was kept. Its files must be those from which it was loaded."""
+        assert self.served.fetcher is not None
+        return replace(adapter, packed=self.served.fetcher.read_again(adapter.packed, folder / TENSORS))
+
+    def _check_places(self, names: list[str]) -> None:
+        for name in names:
+            if (reason := self.misplaced.get(name)) is not None:
+                raise AdapterError(
+                    f"it adapts {name}, which {reason}: the server could not tell which rows are this adapter's. Train one without it"
+                )
+
+    def _check_room(self, parts: dict[str, Part], own: list[OwnTensor]) -> None:
+        arena = self.served.arena
+        needed = pages_for(parts, own, arena)
+        if needed > arena.pool.total // 2:
+            raise AdapterError(
+                f"it takes {needed} pages of {arena.page_bytes} bytes, more than half of the server's memory for adapters, keys and values: "
+                "give the server more memory"
+            )
+
+    def _prompt(self, weights: AdapterWeights) -> Tensor:
+        prompt, width = _embeddings(weights), self.served.model.get_input_embeddings().embedding_dim  # type: ignore[operator]
+        if prompt.dim() != 2 or prompt.shape[1] != width:
+            raise AdapterError(
+                f"its virtual tokens have {prompt.shape[-1]} numbers, and this base's tokens {width}: it is for another base"
+            )
+        return prompt.to(self.base.dtype)
+
+    def _prefix(self, weights: AdapterWeights) -> tuple[tuple[Tensor, Tensor], ...]:
+        if not self.served.batches:
+            raise AdapterError("prefix tuning needs a base whose attention goes over pages, and this one's does not")
+        shapes, kv = self.served.arena.layers, _embeddings(weights).to(self.base.dtype)
+        widths = [n for shape in shapes for n in (shape.key_elements, shape.value_elements)]
+        if kv.dim() != 2 or kv.shape[1] != sum(widths) or len(set(widths)) > 1:
+            raise AdapterError(
+                f"its virtual tokens have {kv.shape[-1]} numbers, and this base's keys and values {sum(widths)}: it is for another base"
+            )
+        columns = kv.split(widths, dim=1)
+        return tuple(zip(columns[::2], columns[1::2], strict=True))
+
+
+def _embeddings(weights: AdapterWeights) -> Tensor:
+    prompt = weights.tensors.get("prompt_embeddings")
+    if prompt is None or not len(prompt):
+        raise AdapterError("it has no prompt_embeddings: save it with PEFT's save_pretrained")
+    return prompt

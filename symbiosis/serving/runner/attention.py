@@ -1,0 +1,241 @@
+"""Attention over pages, behind transformers' attention interface: each segment's rows look at their own sequence only.
+
+What a step reads and writes is worked out once for all layers (`Lookup`). A layer then takes few operations: its rows are written, the rows
+of all decoding sequences are computed together, and each longer segment is computed by itself.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from symbiosis.kernels.paged_attention import How, PageLayout, SeenTokens, attend, attend_within, compiled
+from symbiosis.serving.kv_cache.paged_memory import PagedMemory
+from symbiosis.serving.scheduler.scheduler_output import BLOCK, Block, ScheduledRequest, SchedulerOutput, Sequence
+
+NAME = "symbiosis_paged"
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, How], Tensor]
+
+
+class _Now(threading.local):
+    """How the forward pass of this thread attends, and the windows for which it asked for masks."""
+
+    attend: Attend | None = None
+    windows: frozenset[int] = frozenset()
+
+
+_now = _Now()
+
+
+class attending_by:
+    """In the block, models of this thread attend by `attend(module, q, k, v, how)`. Each of q, k and v is [1, heads, rows, size]; the
+    result is [1, rows, heads, size]."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+
+    @property
+    def windows(self) -> frozenset[int]:
+        """Return beyond how many tokens this thread's last pass meant to mask."""
+        return _now.windows
+
+    def __enter__(self) -> Self:
+        _now.attend, _now.windows = self._attend, frozenset()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _now.attend = None
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    words = scaling, sliding_window, softcap, s_aux
+    if torch.compiler.is_compiling():  # which is to look no further: `symbiosis/serving/runner/compiled_layers.py`
+        return torch.ops.symbiosis.paged_attention(query, key, value, module.symbiosis_layer, *words), None
+    return attend_now(module, query, key, value, *words), None
+
+
+def attend_now(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    if _now.attend is None:
+        raise RuntimeError("this model is served by symbiosis.serving, and is called through it only")
+    return _now.attend(module, query, key, value, How.told(query, scaling, window, softcap, sinks))
+
+
+def _no_mask(*_: object, local_size: int | None = None, **__: object) -> None:
+    """Make no mask: the step, and the windows of the layers, say which rows look at which."""
+    if local_size is not None:
+        _now.windows |= {local_size}
+
+
+def register() -> None:
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+class Tables:
+    """The page numbers of sequences, kept from step to step, because a sequence mostly only adds to its blocks."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Sequence, tuple[list[Block], Tensor]] = WeakKeyDictionary()
+
+    def of(self, sequence: Sequence) -> Tensor:
+        """Return a sequence's page numbers, int32 [layers, blocks]."""
+        blocks, pages = self._known.get(sequence, ([], None))
+        if pages is not None and blocks == sequence.blocks:
+            return pages
+        if pages is None or blocks != sequence.blocks[: len(blocks)]:
+            pages = _pages(sequence.blocks)
+        else:
+            pages = torch.cat([pages, _pages(sequence.blocks[len(blocks) :])], dim=1)
+        self._known[sequence] = list(sequence.blocks), pages
+        return pages
+
+    def joint(self, sequences: list[Sequence]) -> Tensor:
+        """Return the page numbers of several sequences, int32 [layers, sequences, blocks]. Where a shorter sequence has no more pages,
+        it has page 0."""
+        each = [self.of(sequence) for sequence in sequences]
+        joint = torch.zeros(len(each[0]), len(each), max(pages.shape[1] for pages in each), dtype=torch.int32)
+        for number, pages in enumerate(each):
+            joint[:, number, : pages.shape[1]] = pages
+        return joint
+
+
+def _pages(blocks: list[Block]) -> Tensor:
+    return torch.tensor([block.pages for block in blocks], dtype=torch.int32).T
+
+
+class Together:
+    """Segments with equally many rows, which are computed at once: at which pages they look, and which of the step's rows they are."""
+
+    def __init__(self, arena: PagedMemory, tables: Tensor, segments: list[ScheduledRequest]) -> None:
+        self._arena, self._tables, self._rows = arena, tables.contiguous(), segments[0].rows
+        device = arena.flat.device
+        self._which = torch.cat([torch.arange(s.first, s.first + s.rows) for s in segments]).to(device)
+        self._ends = torch.tensor([segment.end for segment in segments])
+        self._longest = int(self._ends.max())
+        self._masks: dict[int | None, Tensor] = {}
+
+    def look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:
+        """Attend: from the step's queries, [heads, rows, size], into the step's results, [rows, heads, size]."""
+        kernel = compiled(query.dtype) if self._rows == 1 and query.device.type == "cpu" else None
+        if kernel is None:
+            self._gather_and_look(layer, query, how, result)
+            return
+        of, flat = self._arena.layers[layer], self._arena.flat
+        pages = PageLayout(of.heads, of.key, of.value, BLOCK, self._arena.page_elements, self._arena.values_at(layer))
+        seen = SeenTokens(self._which, self._ends, self._longest)
+        kernel.attend(flat, pages, self._tables[layer], seen, how, query, result)
+
+    def _gather_and_look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:
+        of, (key_rows, value_rows), count = self._arena.layers[layer], self._seen, len(self._ends)
+        keys = self._arena.keys(layer).index_select(0, key_rows[layer])
+        values = self._arena.values(layer).index_select(0, value_rows[layer])
+        q = query.index_select(1, self._which).view(query.shape[0], count, self._rows, -1).transpose(0, 1)
+        k = keys.view(count, self._longest, of.heads, of.key).transpose(1, 2)
+        v = values.view(count, self._longest, of.heads, of.value).transpose(1, 2)
+        y = attend(q, k, v, self._mask(how.window), how)
+        result.index_copy_(0, self._which, y.transpose(1, 2).flatten(0, 1))
+
+    @cached_property
+    def _seen(self) -> tuple[Tensor, Tensor]:
+        """Return the rows of keys and of values, [layers, sequences * longest]. Where a sequence has no token, or one behind the window,
+        whose page may be another's by now, its own last row is repeated: nothing of another one's is read, not even to be masked."""
+        windows = torch.tensor([layer.window or self._longest + 1 for layer in self._arena.layers]).view(-1, 1, 1)
+        tokens, ends = torch.arange(self._longest).view(1, 1, -1), self._ends.view(1, -1, 1)
+        tokens = tokens.where((tokens < ends) & (tokens > ends - self._rows - windows), ends - 1)
+        pages = self._tables.gather(2, tokens // BLOCK)
+        return self._arena.rows(pages.flatten(1), (tokens % BLOCK).flatten(1))
+
+    def _mask(self, window: int | None) -> Tensor:
+        """Return the mask, [sequences, 1, rows, longest]."""
+        if (mask := self._masks.get(window)) is None:
+            rows = (self._ends.unsqueeze(1) - self._rows + torch.arange(self._rows)).unsqueeze(-1)
+            keys = torch.arange(self._longest)
+            mask = keys <= rows
+            if window is not None:
+                mask &= keys > rows - window
+            mask = self._masks[window] = mask.unsqueeze(1).to(self._which.device)
+        return mask
+
+
+class Lookup:
+    """What one step writes and reads, in all layers."""
+
+    def __init__(
+        self,
+        arena: PagedMemory,
+        step: SchedulerOutput,
+        tables: Tables,
+        remember: Callable[[int, Tensor, Tensor], None] | None = None,
+    ) -> None:
+        self._arena, self._remember, segments = arena, remember, step.segments
+        joint = tables.joint([segment.sequence for segment in segments])
+        of_row = torch.repeat_interleave(torch.tensor([segment.rows for segment in segments]))
+        positions = torch.cat([torch.arange(segment.position, segment.end) for segment in segments])
+        pages, inside = joint[:, of_row, positions // BLOCK], positions % BLOCK
+        self._written_keys, self._written_values = arena.rows(pages, inside)
+        single = [number for number, segment in enumerate(segments) if segment.rows == 1]
+        self._single = Together(arena, joint[:, single], [segments[number] for number in single]) if single else None
+        self._longer = [
+            (segment, Together(arena, joint[:, number : number + 1], [segment]))
+            for number, segment in enumerate(segments)
+            if segment.rows > 1
+        ]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+        """Attend in one layer. Each of q, k and v is [1, heads, rows, size]; the result is [1, rows, heads, size]."""
+        layer = module.layer_idx
+        assert isinstance(layer, int)
+        if self._remember is not None:
+            self._remember(layer, key, value)
+        self._write(layer, key[0], value[0])
+        result = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+        if self._single is not None:
+            self._single.look(layer, query[0], how, result[0])
+        for segment, together in self._longer:
+            rows = slice(segment.first, segment.first + segment.rows)
+            if segment.position or (how.window is not None and how.window < segment.rows):
+                together.look(layer, query[0], how, result[0])
+            else:  # all that these rows see is in this very step
+                y = attend_within(query[:, :, rows], key[:, :, rows], value[:, :, rows], how)
+                result[:, rows] = y.transpose(1, 2)
+        return result
+
+    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write rows, [heads, rows, size], where the step's tokens have their places."""
+        kernel = compiled(key.dtype) if key.device.type == "cpu" else None
+        for memory, rows, where in (
+            (self._arena.keys(layer), key, self._written_keys[layer]),
+            (self._arena.values(layer), value, self._written_values[layer]),
+        ):
+            if kernel is None:
+                memory.index_copy_(0, where, rows.transpose(0, 1).flatten(1))
+            else:
+                kernel.store(rows, where, memory)
+
+
+register()

@@ -1,0 +1,98 @@
+"""A causal language model made ready to be served, whatever model it is. It runs the steps."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis.base.memory import free_memory, whole_memory
+from symbiosis.offload.logit_check import place_of, text_config
+from symbiosis.serving.kv_cache.block_manager import BlockManager
+from symbiosis.serving.kv_cache.paged_memory import KvShape, PagedMemory
+from symbiosis.serving.scheduler.scheduler_output import BLOCK, SchedulerOutput, Sequence
+from symbiosis.serving.serve_options import SHARE
+
+
+class GaveWay(Exception):
+    """A step was not computed to its end, because something else comes first. Its rows can be computed again."""
+
+
+class ModelRunner(ABC):
+    """Runs steps: `forward` returns how likely each token is to come next. Nothing else may use its model.
+
+    `before` are called with each step, and with the rows whose logits are kept, before it runs. `embed` may return a step's input rows
+    where they are not those of its tokens. `remember` may change the keys and values of a layer, [1, heads, rows, size], before they are
+    kept. On a CPU `gives_way` is asked before each layer whether the step is given up: then `GaveWay` is raised.
+    """
+
+    batches: bool  # whether a step may have segments of several sequences
+    whole_prompts: bool  # whether a prompt must be computed in one piece
+    keeps_rows: bool = False  # whether its last layer is given the rows only whose logits are kept
+    runner: Any = None  # of a GPU's kernels: `symbiosis.serving.runner`
+    fetcher: Any = None
+
+    def __init__(self, model: nn.Module, layers: tuple[KvShape, ...], memory: int | float | None) -> None:
+        self.model, self.config = model, text_config(model)
+        self.before: list[Callable[[SchedulerOutput, Tensor], None]] = []
+        self.embed: Callable[[SchedulerOutput, Tensor], Tensor | None] = lambda step, ids: None
+        self.remember: Callable[[int, Tensor, Tensor], None] | None = None
+        self.gives_way: Callable[[SchedulerOutput], bool] = lambda step: False
+        self.device, self.dtype = place_of(model)
+        self.vocabulary: int = self.config.vocab_size
+        self.longest: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.ends = _ends(model)
+        self.arena = PagedMemory(layers, bytes_of(memory, self.device), self.dtype, self.device)
+        self.blocks = BlockManager(self.arena.pool, len(layers), self.batches, [layer.window for layer in layers])
+
+    def forward(self, step: SchedulerOutput) -> Tensor:
+        """Return the logits of the last row of each segment that chooses a token, float32 [such segments, vocabulary]."""
+        rows = [segment.first + segment.rows - 1 for segment in step.segments if segment.chooses]
+        return self.logits(step, torch.tensor(rows, dtype=torch.long))
+
+    @abstractmethod
+    def logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:
+        """Return the logits of these rows of the step, float32 [rows, vocabulary]."""
+
+    def serve(self, sequences: int, rows: int, compiles: bool = False) -> None:
+        """Prepare for steps of up to so many sequences and rows."""
+        if self.runner is not None:
+            blocks = min(self.longest // BLOCK + 1, self.arena.pool.total // self.blocks.layers)
+            self.runner.serve(sequences, rows, blocks)
+            if compiles:
+                self.runner.compile()
+
+    def release(self, sequence: Sequence) -> None:
+        """Free what was computed of a sequence."""
+        if self.runner is not None:
+            self.runner.forget(sequence)
+        self.blocks.release(sequence)
+
+    def inputs(self, step: SchedulerOutput) -> dict[str, Any]:
+        """Return what the model is called with."""
+        ids = torch.tensor([[token for segment in step.segments for token in segment.tokens]], device=self.device)
+        if (fed := step.fed) is not None:
+            ids[0, fed.rows] = fed.chosen[fed.sources].clamp(min=0)
+        positions = torch.cat([torch.arange(segment.position, segment.end) for segment in step.segments])
+        embedded = self.embed(step, ids)
+        words = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}
+        return {**words, "position_ids": positions.unsqueeze(0).to(self.device)}
+
+
+def _ends(model: nn.Module) -> frozenset[int]:
+    """Return the tokens that end a text."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        ends = getattr(config, "eos_token_id", None)
+        if ends is not None:
+            return frozenset([ends] if isinstance(ends, int) else ends)
+    return frozenset()
+
+
+def bytes_of(memory: int | float | None, device: torch.device) -> int:
+    """Return how many bytes that is: a number below 1 is a share of what is free, and None a quarter of it."""
+    if memory is not None and memory >= 1:
+        return int(memory)
+    free = free_memory() if device.type != "cuda" else torch.cuda.mem_get_info(device)[0]
+    whole = whole_memory() if device.type != "cuda" else free
+    return int((SHARE if memory is None else memory) * min(free, whole))

@@ -1,0 +1,162 @@
+"""Text that follows a JSON schema: which tokens may come next. It needs llguidance, which the extra `structured` installs."""
+
+import threading
+import time
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import ConfigError
+from symbiosis.serving.engine.limits import Unfit, check_length
+from symbiosis.serving.request import Request
+from symbiosis.serving.sampling.schema_cost import check_schema
+
+COMPACT = {"whitespace_flexible": False}  # otherwise a model may write spaces for ever
+KEPT = 16  # most schemas that are kept, the last ones that were asked for
+SLOW_S = 0.0005  # a mask that took so long is kept for other texts that have the same tokens so far
+MOST_MASKS, LONGEST = 64, 32  # most masks of a schema that are kept, and most tokens before them
+LATE_S = 1.0  # how long all others' next tokens may wait for what may come next in one text
+MOST_LATE = 1024  # texts that were late, of which the last ones are remembered
+REST_S = 60.0  # how long a tenant whose text was late begins no other
+
+
+class NotFollowed(Exception):
+    """A text by a schema cannot go on. It says why."""
+
+
+class Grammars:
+    """Grammars for the texts of one tokenizer.
+
+    Args:
+        tokenizer: A fast one of transformers.
+        vocabulary: How many logits the model has.
+        ends: The tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> None:
+        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(ends)
+        self._prepared: Any = None
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()  # at the beginning of a text, by schema
+        self._late: dict[str, float] = {}  # when a text was late, by schema, and by tenant behind a blank
+
+    def was_late(self, request: Request) -> None:
+        """Note that a text was late, in the engine's thread."""
+        for name in (request.sampling.schema or "", *([f" {request.tenant}"] if request.tenant else ())):
+            self._late.pop(name, None)
+            self._late[name] = time.monotonic()
+        while len(self._late) > MOST_LATE:
+            del self._late[next(iter(self._late))]
+
+    def begin(self, schema: str, texts: int = 1, tenant: str = "") -> "list[Grammar]":
+        """Begin so many texts. The schema is prepared once for all. Raises an error if it is wrong."""
+        check_length("schema", len(schema))
+        for name, of in ((schema, "this schema"), (f" {tenant}", "another schema of this key")):
+            if time.monotonic() - self._late.get(name, -REST_S) < REST_S:
+                raise Unfit("schema", f"has to wait a minute: what may come next by {of} took longer than {LATE_S} s")
+        grammar = self._kept.get(schema) or self._begun(schema)
+        with self._lock:
+            self._kept[schema] = grammar
+            self._kept.move_to_end(schema)
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return [grammar.copy() for _ in range(texts)]
+
+    def _begun(self, schema: str) -> "Grammar":
+        """Prepare a schema, and find what may come first, which takes long for a large choice. Nobody waits for this thread, and the copies
+        that are made later share what was found."""
+        check_schema(schema)
+        grammar = Grammar(self._matcher(schema), self._vocabulary, {})
+        try:
+            grammar.allowed()
+        except NotFollowed as error:
+            raise ConfigError(str(error)) from None
+        return grammar
+
+    def _matcher(self, schema: str) -> Any:
+        library = _library()
+        try:
+            grammar = library.LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT)
+        except ValueError as error:
+            raise ConfigError(f"the schema is not JSON: {error}") from None
+        with self._lock:
+            prepared = self._prepare()
+        return library.LLMatcher(prepared, grammar)
+
+    def _prepare(self) -> Any:
+        """Convert the vocabulary for the library, which takes about a second for a large one."""
+        if self._prepared is None:
+            if self._tokenizer is None:
+                raise ConfigError("text by a JSON schema needs the model's tokenizer: give Engine(..., tokenizer=...)")
+            from llguidance.hf import from_tokenizer
+
+            try:
+                self._prepared = from_tokenizer(self._tokenizer, self._vocabulary, self._ends or None)
+            except ValueError as error:
+                raise ConfigError(f"text by a JSON schema cannot be had with this tokenizer: {error}") from None
+        return self._prepared
+
+
+class Grammar:
+    """What may come next in one text.
+
+    Args:
+        masks: The masks that took long, by the tokens before. All texts of a schema share them.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int, masks: dict[tuple[int, ...], bytes]) -> None:
+        self._matcher, self._vocabulary, self._masks = matcher, vocabulary, masks
+        self._taken: tuple[int, ...] = ()
+
+    def copy(self) -> "Grammar":
+        """Return another one, for a text that has not begun, as this one's has not."""
+        assert not self._taken
+        return Grammar(self._matcher.deep_copy(), self._vocabulary, self._masks)
+
+    def _mask(self) -> bytes:
+        if (kept := self._masks.get(self._taken)) is not None:
+            return kept
+        begun = time.perf_counter()
+        mask: bytes = self._matcher.compute_bitmask()
+        is_slow = time.perf_counter() - begun >= SLOW_S
+        if is_slow and len(self._taken) <= LONGEST and len(self._masks) < MOST_MASKS and not self._matcher.is_error():
+            self._masks[self._taken] = mask
+        return mask
+
+    def allowed(self) -> Tensor:
+        """Return which tokens may come next, bool [vocabulary]. Raises `NotFollowed`."""
+        self._check()
+        mask = self._mask()
+        self._check()
+        bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+        spread = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        return spread.flatten().bool()[: self._vocabulary]
+
+    def take(self, token: int) -> None:
+        """Go on with this token. Raises `NotFollowed`."""
+        self._matcher.consume_token(token)
+        self._check()
+        if len(self._taken) <= LONGEST:
+            self._taken = *self._taken, token
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            why = " ".join(self._matcher.get_error().split())[:300]
+            raise NotFollowed(f"the JSON schema cannot be followed: {why}")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more may come."""
+        return bool(self._matcher.is_stopped())
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise ConfigError(
+            "text by a JSON schema needs llguidance: pip install 'symbiosis-llm[structured]' where the server runs"
+        ) from None
+    return llguidance

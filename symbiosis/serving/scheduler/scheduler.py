@@ -1,0 +1,358 @@
+"""Continuous batching: which sequences join and leave, and what each computes in the next step. It is plain Python; policies decide about
+the order.
+
+A sequence waits, runs, and is gone. It joins as soon as there is room for its adapter and its tokens. When no room is left for the next
+token of a sequence, the newest one gives up its blocks and waits again. The tokens that it has chosen so far then belong to its prompt.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+from symbiosis.serving.kv_cache.block_manager import BlockManager
+from symbiosis.serving.scheduler import policy
+from symbiosis.serving.scheduler.pace import Pace
+from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
+from symbiosis.serving.serve_options import Policy
+
+PREFETCHED = 4  # adapters of the queue that are brought before their turn
+
+
+class ResidentAdapters(Protocol):
+    """Which adapters are on the device, as far as a scheduler asks."""
+
+    def is_here(self, adapter: Any) -> bool: ...
+    def pages_of(self, adapter: Any) -> int: ...
+    def fetch(self, adapter: Any) -> bool: ...
+    def prefetch(self, adapters: Iterable[Any]) -> int: ...
+    def pin(self, adapter: Any) -> None: ...
+    def unpin(self, adapter: Any) -> None: ...
+    def make_room(self, pages: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """What a step may hold, and which sequences come first."""
+
+    max_batch: int = 64  # sequences
+    adapters_in_batch: int | None = None
+    prefill_tokens: int = 512  # rows of prompts at most, beside all decoding sequences
+    whole_prompts: bool = False  # each prompt in one piece
+    policy: Policy = "fcfs"
+    first_token_s: float = 6.0  # the deadline of `abort`
+    of_tenant: int | None = None  # sequences of one tenant that run together while others wait
+
+    @property
+    def piece(self) -> int | None:
+        """How many tokens of a prompt are computed at a time at most; None if all are."""
+        return None if self.whole_prompts else self.prefill_tokens
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened so far."""
+
+    evictions: int = 0
+    asked: int = 0  # tokens of prompts
+    found: int = 0  # tokens of prompts whose keys and values were there
+
+
+class Unsettled(Exception):
+    """A sequence would have to give way while a step computes its next token."""
+
+
+class Scheduler:
+    """The scheduler of one engine. Only the engine's thread calls it.
+
+    Args:
+        release: Called with each sequence that leaves the batch, to free its blocks.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        residency: ResidentAdapters | None = None,
+        rules: StepRules | None = None,
+        release: Callable[[Sequence], None] | None = None,
+    ) -> None:
+        self.rules, self.counts = rules or StepRules(), Counts()
+        self._pace, self._advanced = Pace(self.rules.prefill_tokens), 0.0
+        self.waiting: list[Sequence] = []  # both in the order of their coming
+        self.running: list[Sequence] = []
+        self._of_request: dict[int, list[Sequence]] = {}  # those that wait or run
+        self._of_tenant = Counter[str]()  # how many of each wait or run; tenants without any are not in it
+        self._blocks, self._residency, self._release = blocks, residency, release or blocks.release
+        self._followers: dict[Sequence, list[Sequence]] = {}  # wait until the prompt that they share is computed
+        self._counters: dict[str, float] = {}  # the tokens of each tenant, weighted
+        self._arrivals = self._begun = policy.Rate(self.rules.first_token_s)
+        self._takes = policy.Mean()  # seconds from joining to the first token
+        self._untried: set[Sequence] = set()  # those that have come since any could join
+        self._something_changed = False  # so that a sequence may be able to join
+        self._is_ahead = False
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Add the completions of one request. The first one computes the prompt, and the others find it."""
+        first, *others = sequences
+        if first.tenant not in self._of_tenant:
+            self._counters[first.tenant] = policy.lifted(self._counters, first.tenant, self._of_tenant)
+        if not first.has_begun:  # elsewhere: such streams count neither as coming nor as begun
+            self._arrivals = self._arrivals.after(first.arrived)
+        if self.waiting or any(each.uncomputed > 1 for each in self.running):
+            self._pace.disturbed(first.arrived)
+        self._come(first)
+        if others:
+            self._followers[first] = others
+
+    def drop(self, request: int) -> None:
+        """Drop a whole request at once."""
+        for sequence in list(self._of_request.get(request, ())):
+            self.finish(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        if sequence not in self._of_request.get(sequence.request.id, ()):
+            return
+        self._go(sequence)
+        self._followers.pop(sequence, None)
+        self._untried.discard(sequence)
+        if sequence in self.running:
+            self._leave(sequence)
+        else:
+            del self.waiting[bisect_left(self.waiting, _coming(sequence), key=_coming)]
+            self._something_changed = True
+
+    def late(self, now: float) -> list[Sequence]:
+        """Return the waiting sequences that can no longer have their first token in time, if the policy gives those up.
+
+        How long first tokens have taken counts only for those that found no room. A sequence for which there is room begins, and that
+        is how the server learns that first tokens come sooner again.
+        """
+        if self.rules.policy != "abort":
+            return []
+        tried = [each for each in self.waiting if each not in self._untried]
+        untried = [each for each in self.waiting if each in self._untried]
+        within = self.rules.first_token_s
+        return policy.too_late(tried, now, within, self._takes.value) + policy.too_late(untried, now, within, 0.0)
+
+    def next_step(self, now: float, is_ahead: bool = False) -> SchedulerOutput | None:
+        """Return what to compute now, or None if there is nothing.
+
+        Args:
+            is_ahead: The step before is under way: it was launched, and is not advanced. Raises `Unsettled` if that must come first.
+        """
+        self._is_ahead = is_ahead
+        if self.waiting and self._something_changed:
+            self._something_changed = False
+            self._admit(now)
+            self._prefetch(now)
+        return self._compose(now)
+
+    def gives_way(self, step: SchedulerOutput, now: float, coming: int) -> bool:
+        """Whether a step that is being computed should be composed anew, since a prompt of so many tokens has come, and can join."""
+        if len(self.running) >= self.rules.max_batch or self._blocks.needed(coming) > self._blocks.spare():
+            return False
+        return self._pace.gives_way(step.rows, step.began, now, coming)
+
+    def launched(self, step: SchedulerOutput) -> None:
+        """Note that the keys and values of a step are about to be computed, before those of any later step. Each sequence that chooses is
+        then longer by a token, whatever it will be."""
+        for segment in step.segments:
+            segment.sequence.computed = segment.end
+
+    def advance(self, step: SchedulerOutput, now: float) -> None:
+        """Note that a step was computed. All its tokens are known now."""
+        if step.has_prompts:
+            self._pace.computed(step.rows, now - max(step.began, self._advanced))
+        self._advanced = now
+        running = set(self.running)
+        for segment in step.segments:
+            if (sequence := segment.sequence) not in running:
+                continue
+            self._blocks.keep(sequence)
+            if segment.chooses:
+                self._counters[sequence.tenant] += policy.OUTPUT_COST
+                if segment.end == sequence.prompt_length and sequence.is_first:
+                    self._takes = self._takes.after(now - sequence.began)
+            if segment.end >= sequence.prompt_length:
+                for follower in self._followers.pop(sequence, ()):
+                    self._come(follower)
+
+    def _come(self, sequence: Sequence) -> None:
+        self._of_request.setdefault(sequence.request.id, []).append(sequence)
+        self._of_tenant[sequence.tenant] += 1
+        self._wait(sequence)
+
+    def _go(self, sequence: Sequence) -> None:
+        """Count a sequence no more. What one request or tenant costs does not grow with what others have waiting."""
+        id, tenant = sequence.request.id, sequence.tenant
+        self._of_request[id].remove(sequence)
+        if not self._of_request[id]:
+            del self._of_request[id]
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_coming)
+        self._untried.add(sequence)
+        self._something_changed = True
+
+    def _admit(self, now: float) -> None:
+        """Let sequences join. A tenant that was alone may run more than its share; what is beyond that gives way now."""
+        self._join(now)
+        for sequence in policy.giving_way(self.running, self.waiting, self.rules.of_tenant):
+            self._evict(sequence)
+        if self._something_changed:
+            self._join(now)
+
+    def _join(self, now: float) -> None:
+        rules, several_wait = self.rules, len({each.tenant for each in self.waiting}) > 1
+        versions = frozenset(each.version for each in self.running) - {0}
+        tenants = Counter(each.tenant for each in self.running)
+        batch = policy.StepBatch(
+            len(self.running), rules.max_batch, versions, rules.adapters_in_batch, tenants,
+            rules.of_tenant if several_wait else None,
+        )  # fmt: skip
+        joined = set(policy.admit(self._order(now), batch, self._start))
+        self.waiting = [each for each in self.waiting if each not in joined]
+        self._untried.clear()
+        for sequence in joined:
+            self._begin(sequence, now)
+
+    def _prefetch(self, now: float) -> None:
+        """Bring adapters of the sequences that are next to the device if nothing else needs the room; each only once, so that they do not come and
+        go at every step."""
+        if self._residency is not None:
+            soon = [each.adapter for each in islice(self._order(now), PREFETCHED) if each.adapter]
+            self._residency.prefetch(soon)
+
+    def _order(self, now: float) -> Iterable[Sequence]:
+        waiting = list(self.waiting)
+        if self.rules.policy == "vtc":
+            return policy.by_fairness(waiting, self._counters)
+        if self.rules.policy == "abort":
+            return policy.by_deadline(waiting, self._arrivals.at(now), self._begun.at(now))
+        return waiting
+
+    def _begin(self, sequence: Sequence, now: float) -> None:
+        if not sequence.has_begun and not sequence.began:
+            self._begun = self._begun.after(now)
+        if not sequence.began:
+            rows = sequence.brought - (0 if sequence.is_first else sequence.prompt_length)
+            self._counters[sequence.tenant] += policy.INPUT_COST * rows
+            sequence.began, sequence.cached = now, sequence.computed
+            self.counts.asked += sequence.prompt_length
+            self.counts.found += sequence.computed
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Let a sequence run if there is room for its adapter, for all its tokens, and for one more block for each sequence that runs
+        already. Its adapter is brought only if there is room for the tokens, too. A text that is longer than the memory needs room for what
+        its windows show at once."""
+        to_fetch = not self._is_here(sequence)
+        if not to_fetch:
+            self._pin(sequence)
+        if not sequence.scores_prompt:  # nobody has kept the logits of what would be found
+            self._blocks.find(sequence)
+        upto, held = len(sequence.tokens), len(sequence.blocks) * self._blocks.layers
+        pages = 0 if self._residency is None or sequence.adapter is None else self._residency.pages_of(sequence.adapter)
+        wanted = self._missing(sequence, upto)
+        if self._blocks.needed(upto) + pages > self._blocks.pool.total and self.rules.piece is not None:
+            wanted = max(0, self._blocks.needed_at_once(upto, self.rules.piece) - held)
+            upto = min(upto, sequence.computed + self.rules.piece)
+        wanted += len(self.running) * self._blocks.layers + (pages if to_fetch else 0)
+        if not self._find_room(wanted) or (to_fetch and not self._fetch(sequence)):
+            self._give_up(sequence, is_pinned=not to_fetch)
+            return False
+        if not self._blocks.grow(sequence, upto):
+            self._give_up(sequence)
+            return False
+        insort(self.running, sequence, key=_coming)
+        return True
+
+    def _fetch(self, sequence: Sequence) -> bool:
+        if self._residency is None or not self._residency.fetch(sequence.adapter):
+            return False
+        self._pin(sequence)
+        return True
+
+    def _pin(self, sequence: Sequence) -> None:
+        if self._residency is not None and sequence.adapter is not None:
+            self._residency.pin(sequence.adapter)
+
+    def _compose(self, now: float) -> SchedulerOutput | None:
+        """Compose a step: one row of each sequence that decodes, and of prompts what the policy says. The oldest sequence gets room first, and
+        the newest loses it first."""
+        here = [each for each in self.running if not each.is_full and self._is_here(each)]
+        prompts = [each for each in here if each.uncomputed > 1]
+        rows, piece = self.rules.prefill_tokens, self._pace.piece(now)
+        wanted = policy.prompt_rows(prompts, rows, piece, self._sharer, self.rules.whole_prompts)
+        parts: list[tuple[Sequence, int]] = []
+        for sequence in here:
+            count = wanted.get(sequence, 0) if sequence.uncomputed > 1 else 1
+            if count and self._has_room(sequence, sequence.computed + count):
+                parts.append((sequence, count))
+        return _step(sorted(parts, key=lambda part: part[0].version), now)
+
+    def _sharer(self, sequence: Sequence) -> str:
+        """Who shares a step's rows of prompts alike with others: tenants, if the policy is fair."""
+        return sequence.tenant if self.rules.policy == "vtc" else ""
+
+    def _is_here(self, sequence: Sequence) -> bool:
+        if self._residency is None or sequence.adapter is None:
+            return True
+        return self._residency.is_here(sequence.adapter)
+
+    def _has_room(self, sequence: Sequence, upto: int) -> bool:
+        """Whether there is room for a sequence's first `upto` tokens. The newest sequences are evicted for it. It may itself be the
+        newest, or evicted already."""
+        while sequence in self.running:
+            if self._find_room(self._missing(sequence, upto)) and self._blocks.grow(sequence, upto):
+                return True
+            self._evict(policy.newest(self.running))
+        return False
+
+    def _evict(self, sequence: Sequence) -> None:
+        if self._is_ahead:
+            self._something_changed = True
+            raise Unsettled
+        self._leave(sequence)
+        self._wait(sequence)
+        self.counts.evictions += 1
+
+    def _missing(self, sequence: Sequence, upto: int) -> int:
+        return max(0, self._blocks.needed(upto) - len(sequence.blocks) * self._blocks.layers)
+
+    def _find_room(self, pages: int) -> bool:
+        """Whether `BlockManager.grow` can get so many pages. Adapters that nothing uses now are evicted for it."""
+        if pages > self._blocks.spare():
+            self._blocks.trim(self.running)
+        spare = self._blocks.spare()
+        if pages > spare and self._residency is not None:
+            self._residency.make_room(self._blocks.pool.free + pages - spare)
+        return pages <= self._blocks.spare()
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._give_up(sequence)
+        self._something_changed = True
+
+    def _give_up(self, sequence: Sequence, is_pinned: bool = True) -> None:
+        self._release(sequence)
+        if is_pinned and sequence.adapter is not None and self._residency is not None:
+            self._residency.unpin(sequence.adapter)
+
+
+def _coming(sequence: Sequence) -> tuple[float, int, int]:
+    return sequence.arrived, sequence.request.id, sequence.completion
+
+
+def _step(parts: list[tuple[Sequence, int]], began: float) -> SchedulerOutput | None:
+    segments: list[ScheduledRequest] = []
+    first = 0
+    for sequence, rows in parts:
+        chooses = sequence.computed + rows == len(sequence.tokens)
+        segments.append(ScheduledRequest(sequence, first, rows, sequence.computed, chooses))
+        first += rows
+    return SchedulerOutput(tuple(segments), began=began) if segments else None

@@ -1,0 +1,139 @@
+"""Sequences under way, and the step that runs rows of several of them as one flat batch."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from symbiosis.serving.lora.adapter import Adapter
+from symbiosis.serving.request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 16  # tokens
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """The keys and values of 16 tokens, in one page for each layer."""
+
+    pages: tuple[int, ...]
+    users: int = 1  # sequences
+    key: bytes = b""  # by which it may be found, once it is full
+    # layers whose page was given back, since it lies behind their window: 0 stands in its place
+    gone: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Sequence:
+    """One completion under way. Its tokens are those of the prompt, behind the adapter's virtual ones, and those that were chosen since."""
+
+    request: Request
+    completion: int
+    tokens: list[int]
+    adapter: Adapter | None  # the version that was there when the request came; kept to the end
+    arrived: float
+    blocks: list[Block] = field(default_factory=list)
+    # by window: how many of the blocks were looked at for pages to give back
+    behind: dict[int, int] = field(default_factory=dict)
+    computed: int = 0  # of its tokens, those whose keys and values lie in the blocks
+    cached: int = 0  # of its prompt, those whose keys and values were there when it began
+    began: float = 0.0  # when it joined the batch
+    overtaken: int = 0  # by so many later ones, since there was no room for it
+    owed: float = 0.0  # rows of its prompt, since shorter ones were computed before it
+
+    @property
+    def virtual(self) -> int:
+        """How many tokens the adapter puts in front of the prompt. What stands for them in `tokens` means nothing."""
+        return self.adapter.virtual if self.adapter else 0
+
+    @property
+    def version(self) -> int:
+        """The version of its adapter; 0 is the base."""
+        return self.adapter.version if self.adapter else 0
+
+    @property
+    def prompt_length(self) -> int:
+        return self.virtual + len(self.request.prompt)
+
+    @property
+    def brought(self) -> int:
+        """How many tokens it came with: also those that another server is said to have chosen."""
+        return self.prompt_length + len(self.request.chosen_of(self.completion))
+
+    @property
+    def uncomputed(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it computes its prompt for all completions of the request."""
+        return self.completion == (self.request.under_way[0] if self.request.ended else 0)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it computes the log probabilities of its prompt's tokens: one completion does so for all of its request."""
+        return self.request.prompt_logprobs and self.is_first
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether tokens of its request were handed out already, or are about to be."""
+        return self.produced > 0 or not self.is_first
+
+    @property
+    def produced(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has all tokens that were asked for, the last one perhaps not known yet."""
+        return self.produced >= max(1, self.request.sampling.max_tokens)
+
+
+@dataclass(slots=True, frozen=True)
+class ScheduledRequest:
+    """Rows of one sequence in a step: its tokens from `position` on."""
+
+    sequence: Sequence
+    first: int  # row of the step
+    rows: int
+    position: int
+    chooses: bool  # whether the last row's logits are wanted
+
+    @property
+    def end(self) -> int:
+        return self.position + self.rows
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sequence.tokens[self.position : self.end]
+
+
+@dataclass(slots=True, frozen=True)
+class Fed:
+    """Rows of a step whose tokens only the device knows yet: the step before it has chosen them."""
+
+    rows: list[int]
+    sources: list[int]  # which of the chosen each row has
+    chosen: "Tensor"  # by the step before; int64, below 0 where there is none
+
+
+@dataclass(slots=True, frozen=True)
+class SchedulerOutput:
+    """What one forward pass computes: segments, one after another."""
+
+    segments: tuple[ScheduledRequest, ...]
+    fed: Fed | None = None
+    began: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        last = self.segments[-1]
+        return last.first + last.rows
+
+    @property
+    def has_prompts(self) -> bool:
+        return len(self.segments) < self.rows
