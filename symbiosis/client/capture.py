@@ -2,7 +2,7 @@
 
 The run before the capture shows which calls the step makes. Where programs share the GPU by MPS, the executor is told of them, and answers
 all of them as one round, without a CPU between them. It maps the memory in which the step computes, so that neither rows nor results are
-copied (`transport.cuda.step.Step`).
+copied (`transport.cuda.captured_step.CapturedStep`).
 """
 
 import logging

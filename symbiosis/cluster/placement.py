@@ -38,7 +38,7 @@ class State(StrEnum):
     OTHER_BASE = "other-base"  # it finishes what it has: its model has another base now, or will have
 
 
-class Server(msgspec.Struct, frozen=True, kw_only=True):
+class PlacedServer(msgspec.Struct, frozen=True, kw_only=True):
     """One server at one moment."""
 
     number: int
@@ -62,7 +62,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     def kept(self) -> int:
         """Its sequences without those beyond their tenants' shares, which give way while others wait.
 
-        >>> Server(number=1, model="m", batch=8, running=8, share=4, tenants={"a": 7}).kept
+        >>> PlacedServer(number=1, model="m", batch=8, running=8, share=4, tenants={"a": 7}).kept
         5
         """
         if not self.share:
@@ -79,7 +79,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it has room for so much more. One that is idle takes anything: it says itself what is too much for it."""
         return not self.running or (pages <= self.free and self.running + sequences <= self.batch)
 
-    def holds(self, sequences: int, pages: int, adapter: str | None = None, tenant: str = "") -> "Server":
+    def holds(self, sequences: int, pages: int, adapter: str | None = None, tenant: str = "") -> "PlacedServer":
         """Return it with so much more on it; with less, if the numbers are negative."""
         adapters = self.adapters if adapter is None or adapter in self.adapters else self.adapters | {adapter}
         tenants = {**self.tenants, tenant: self.tenants.get(tenant, 0) + sequences} if self.share else self.tenants
@@ -88,7 +88,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a request needs of a server."""
 
     model: str
@@ -110,24 +110,24 @@ def version_of(shares: Mapping[str, float], draw: float) -> str:
     return list(shares)[bisect_right(upto, draw * upto[-1])]
 
 
-def is_vain(servers: Iterable[Server], pages: int) -> bool:
+def is_vain(servers: Iterable[PlacedServer], pages: int) -> bool:
     """Whether a sequence that needs so much is too large for all of these servers.
 
-    >>> is_vain([Server(number=1, model="m", batch=8, pages=100, longest=50)], 60)
+    >>> is_vain([PlacedServer(number=1, model="m", batch=8, pages=100, longest=50)], 60)
     True
     """
     most = [min(each.pages, each.longest) for each in servers]
     return bool(most) and pages > max(most)
 
 
-def place(servers: Iterable[Server], wish: Wish) -> Server | None:
+def place(servers: Iterable[PlacedServer], wish: RoutingRequest) -> PlacedServer | None:
     """Return the server for a request; None if it has to wait. This is the rule in plain words; `Fleet.place` finds the same one quickly.
 
     Among the busiest ones that have room, one where the adapter is resident comes first, unless it is lightly loaded: such a server is to
     become idle.
 
-    >>> busy, idle = Server(number=1, model="m", batch=8, running=5), Server(number=2, model="m", batch=8)
-    >>> place([busy, idle], Wish(model="m")).number, place([busy, idle], Wish(model="m", sequences=4)).number
+    >>> busy, idle = PlacedServer(number=1, model="m", batch=8, running=5), PlacedServer(number=2, model="m", batch=8)
+    >>> place([busy, idle], RoutingRequest(model="m")).number, place([busy, idle], RoutingRequest(model="m", sequences=4)).number
     (1, 2)
     """
     ready = [each for each in servers if each.model == wish.model and each.state is State.READY]
@@ -136,7 +136,7 @@ def place(servers: Iterable[Server], wish: Wish) -> Server | None:
     return _preferred(fitting, wish)
 
 
-def _preferred(fitting: Iterable[Server], wish: Wish) -> Server | None:
+def _preferred(fitting: Iterable[PlacedServer], wish: RoutingRequest) -> PlacedServer | None:
     """Return the one to take of servers on which a request fits, the busiest first."""
     busiest = None
     for server in islice(fitting, NEAR if wish.adapter else 1):
@@ -146,37 +146,37 @@ def _preferred(fitting: Iterable[Server], wish: Wish) -> Server | None:
     return busiest
 
 
-def _rank(server: Server) -> tuple[int, int]:
+def _rank(server: PlacedServer) -> tuple[int, int]:
     return server.running, server.number
 
 
 class Fleet:
     """Servers in the order in which Punica's rule asks them, so that a decision among a thousand takes microseconds.
 
-    >>> fleet = Fleet([Server(number=1, model="m", batch=8, running=5), Server(number=2, model="m", batch=8)])
-    >>> fleet.place(Wish(model="m")).number
+    >>> fleet = Fleet([PlacedServer(number=1, model="m", batch=8, running=5), PlacedServer(number=2, model="m", batch=8)])
+    >>> fleet.place(RoutingRequest(model="m")).number
     1
     """
 
-    def __init__(self, servers: Iterable[Server] = ()) -> None:
-        self._servers: dict[int, Server] = {}
+    def __init__(self, servers: Iterable[PlacedServer] = ()) -> None:
+        self._servers: dict[int, PlacedServer] = {}
         self._order: dict[str, list[tuple[int, int]]] = {}  # by model: the rank of each server that takes requests
         self._most: Counter[str] = Counter()  # by model: the largest batch
         self._giving: dict[str, set[int]] = {}  # by model: servers where some would give way
         for server in servers:
             self.put(server)
 
-    def __getitem__(self, number: int) -> Server:
+    def __getitem__(self, number: int) -> PlacedServer:
         return self._servers[number]
 
     def __contains__(self, number: int) -> bool:
         return number in self._servers
 
     @property
-    def servers(self) -> Sequence[Server]:
+    def servers(self) -> Sequence[PlacedServer]:
         return list(self._servers.values())
 
-    def put(self, server: Server) -> None:
+    def put(self, server: PlacedServer) -> None:
         """Add a server, or take over how it is now."""
         self.drop(server.number)
         self._servers[server.number] = server
@@ -194,11 +194,11 @@ class Fleet:
             del order[bisect_left(order, _rank(server))]
             self._giving.get(server.model, set()).discard(number)
 
-    def place(self, wish: Wish) -> Server | None:
+    def place(self, wish: RoutingRequest) -> PlacedServer | None:
         """Return the server for a request; None if it has to wait."""
         return _preferred(self._with_room(wish), wish)
 
-    def crowd(self, wish: Wish, is_overdue: bool = False) -> Server | None:
+    def crowd(self, wish: RoutingRequest, is_overdue: bool = False) -> PlacedServer | None:
         """Return the server that is to take a request although it does not fit: the least busy one where something of it can begin."""
         if wish.is_vain:
             return self._least_busy(wish)
@@ -210,18 +210,18 @@ class Fleet:
             found = least if least is not None and least.running < least.batch else None
         return found
 
-    def _least_busy(self, wish: Wish) -> Server | None:
+    def _least_busy(self, wish: RoutingRequest) -> PlacedServer | None:
         avoided = self._avoided(wish)
         numbers = (number for _, number in self._order.get(wish.model, ()) if number not in avoided)
         return self._servers[number] if (number := next(numbers, None)) is not None else None
 
-    def _avoided(self, wish: Wish) -> frozenset[int]:
+    def _avoided(self, wish: RoutingRequest) -> frozenset[int]:
         """Return the servers that a request does not go to again: those that failed at it, if there are others."""
         if wish.failed_at and any(number not in wish.failed_at for _, number in self._order.get(wish.model, ())):
             return wish.failed_at
         return frozenset()
 
-    def _with_room(self, wish: Wish) -> Iterator[Server]:
+    def _with_room(self, wish: RoutingRequest) -> Iterator[PlacedServer]:
         """Yield the servers on which a request fits, the busiest first."""
         order, avoided = self._order.get(wish.model, []), self._avoided(wish)
         fullest = max(0, self._most[wish.model] - wish.sequences)  # what is fuller has no room in any batch
@@ -232,12 +232,12 @@ class Fleet:
 
 
 def admit(
-    waiting: Iterable[Wish],
+    waiting: Iterable[RoutingRequest],
     fleet: Fleet,
     running: Counter[str],
     limits: Mapping[str, int],
     overdue: Container[int] = (),
-) -> list[tuple[int, Server]]:
+) -> list[tuple[int, PlacedServer]]:
     """Return which of the requests that wait go where now, by their position. The fleet has them then.
 
     The next request is always of the tenant that runs least; of several such tenants, the one that came first. A tenant's requests for a model
@@ -253,7 +253,7 @@ def admit(
         queues.setdefault((wish.model, wish.tenant), deque()).append(position)
     heap = [(running[tenant], queue[0], queue) for (_, tenant), queue in queues.items()]
     heapify(heap)
-    placed: list[tuple[int, Server]] = []
+    placed: list[tuple[int, PlacedServer]] = []
     while heap:
         has, position, queue = heappop(heap)
         wish = wishes[position]
@@ -268,8 +268,8 @@ def admit(
 
 
 def _next(
-    wish: Wish, fleet: Fleet, running: Counter[str], limits: Mapping[str, int], is_overdue: bool
-) -> Server | None:
+    wish: RoutingRequest, fleet: Fleet, running: Counter[str], limits: Mapping[str, int], is_overdue: bool
+) -> PlacedServer | None:
     """Place a request, if it can be."""
     if running[wish.tenant] + wish.sequences > limits.get(wish.tenant, sys.maxsize):
         return None

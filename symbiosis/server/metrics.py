@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from symbiosis.base.logs import unwritten
-from symbiosis.base.process_figures import children, command_of, process_figures
+from symbiosis.executor.observe.process_figures import children, command_of, process_figures
 from symbiosis.server.observer import Observer, Series
 from symbiosis.serving.engine.engine_stats import EngineStats, Histogram
 

@@ -6,7 +6,7 @@ import pytest
 
 import symbiosis
 from symbiosis import build
-from symbiosis.base.process_figures import process_figures
+from symbiosis.executor.observe.process_figures import process_figures
 from symbiosis.protocol import VERSION
 
 FIRST, SECOND = "1" * 40, "2" * 40

@@ -56,5 +56,7 @@ def test_a_replay_goes_the_way_that_is_told() -> None:
         assert name in functions(file), f"{file} has no {name}"
     playback = functions("executor/gpu/playback.py")
     assert {"wait", "answer"} <= led_to(playback, "Playback.begin"), "its graph waits and answers"
-    assert "call" in led_to(functions("transport/cuda/captured_step.py"), "Steps.begin"), "the client's graph calls"
-    assert "look" in led_to(functions("executor/loop.py"), "Server._step")
+    assert "call" in led_to(functions("transport/cuda/captured_step.py"), "CapturedSteps.begin"), (
+        "the client's graph calls"
+    )
+    assert "look" in led_to(functions("executor/loop.py"), "ExecutorLoop._step")

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from symbiosis.base.process_figures import children
 from symbiosis.base.procs import Child
 from symbiosis.cluster.controller.member import MemberProcess
+from symbiosis.executor.observe.process_figures import children
 from symbiosis.protocol.cluster_state import Member
 
 logger = logging.getLogger("symbiosis")

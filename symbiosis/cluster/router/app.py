@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from symbiosis import __version__
-from symbiosis.base.process_figures import process_figures
 from symbiosis.build import build
 from symbiosis.cluster.placement import RoutingRequest, State, version_of
 from symbiosis.cluster.router import adapter_uploads
@@ -26,6 +25,7 @@ from symbiosis.cluster.router.relay import Relay
 from symbiosis.cluster.router.scrape_targets import METRICS, metrics_of, targets
 from symbiosis.cluster.router.server_registry import ServerRegistry, answer_of
 from symbiosis.cluster.router.upstream import Lost
+from symbiosis.executor.observe.process_figures import process_figures
 from symbiosis.server import page
 from symbiosis.server.api_errors import ApiError, app_of, only_for, storing, unknown_model, wrong
 from symbiosis.server.api_keys import Tenant

@@ -46,10 +46,10 @@ class _Choice:
         return msgspec.Raw(b"{" + b",".join(b'"%s":%s' % (name.encode(), each) for name, each in lists.items()) + b"}")
 
 
-class Whole:
+class JoinedAnswer:
     r"""The answer to a completion of so many choices.
 
-    >>> whole = Whole(False, 1, "cmpl-1", 7)
+    >>> whole = JoinedAnswer(False, 1, "cmpl-1", 7)
     >>> whole.take(b'data: {"model":"m","choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":null}]}')
     >>> whole.take(b'data: {"model":"m","choices":[{"index":0,"text":"b","logprobs":null,"finish_reason":"stop"}]}')
     >>> msgspec.json.decode(b"".join(whole.pieces()))["choices"][0]["text"]

@@ -3,7 +3,7 @@
 import msgspec
 
 
-class FrontStarted(msgspec.Struct, frozen=True, kw_only=True):
+class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The only argument of a front end's process."""
 
     cluster: str

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from symbiosis.base.process_figures import process_figures
+from symbiosis.executor.observe.process_figures import process_figures
 from symbiosis.executor.observe.snapshot import Snapshot
 
 BATCH_EDGES = (1, 2, 4, 8, 16, 32, 64)

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from symbiosis.base.process_figures import process_figures
+from symbiosis.executor.observe.process_figures import process_figures
 
 ANSWER_S = 2.0  # a rank whose pages take longer is stalled
 WORST_LAST = ("ready", "draining", "starting", "stalled")

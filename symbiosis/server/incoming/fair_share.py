@@ -3,11 +3,11 @@
 from collections import Counter
 
 
-class Room:
+class FairShare:
     """So much of something. A tenant may have as much as it leaves free: one alone half of the room, two a third each. So a place is left for
     whoever comes next (the dynamic thresholds of Choudhury and Hahne, 1998).
 
-    >>> room = Room(12)
+    >>> room = FairShare(12)
     >>> room.take("eve", 6)
     >>> room.has("eve", 1), room.has("bob", 3), room.has("bob", 4)
     (False, True, False)
@@ -37,15 +37,15 @@ class Room:
             del self._of[tenant]
 
 
-class Held:
+class Lease:
     """What one request has of a room.
 
-    >>> held = Held(Room(12), "eve")
+    >>> held = Lease(FairShare(12), "eve")
     >>> held.take(4), held.take(4), held.size
     (True, False, 4)
     """
 
-    def __init__(self, room: Room, tenant: str) -> None:
+    def __init__(self, room: FairShare, tenant: str) -> None:
         self._room, self._tenant = room, tenant
         self.size = 0
 

@@ -13,10 +13,10 @@ LARGE = 20_000  # bytes of a body: what is made of more is made in a thread, so 
 MANY_CHOICES = 100  # of a body: likewise
 
 
-class Lanes:
+class TenantThreads:
     """One pool of threads, of which each tenant has at most half at a time. Tenants that wait get a thread in turn.
 
-    >>> lanes = Lanes(2, "example")
+    >>> lanes = TenantThreads(2, "example")
     >>> lanes.submit("anna", lambda: 6 * 7).result()
     42
     >>> lanes.close()

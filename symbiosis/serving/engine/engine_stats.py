@@ -45,7 +45,7 @@ class Histogram(msgspec.Struct):
         return sum(self.counts)
 
 
-class Figures(msgspec.Struct, kw_only=True):
+class EngineStats(msgspec.Struct, kw_only=True):
     """The figures of one engine since it started."""
 
     running: int = 0  # completions in the batch

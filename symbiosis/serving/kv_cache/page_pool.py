@@ -7,10 +7,10 @@ class NoRoom(Exception):
     """There are fewer free pages than were asked for, and none was taken."""
 
 
-class Pool:
+class PagePool:
     """Free pages, for keys and values and for the rows of adapters alike.
 
-    >>> pool = Pool(3)
+    >>> pool = PagePool(3)
     >>> pages = pool.take(2)
     >>> pool.free
     1
