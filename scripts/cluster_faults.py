@@ -7,7 +7,8 @@
 Three servers, two executors and a front end. Each of 50 clients reads greedy streams, one after the other, until the faults are over; each text must
 be the one that PEFT's `generate()` makes alone, and its count of tokens, too. Two trainers find their executor by the model's name; one maps
 its weights, the other calls for every product. Both end with the adapters of training without a cluster, bit for bit. A fault is SIGKILL or SIGSTOP to a server, its process that speaks HTTP, or an executor; on Ray also
-to an actor that has started one. Before the next one there is a server that is ready, and an executor. On Ray the trainers go to one executor of their own
+to an actor that has started one. Before the next one there is a server that is ready, and an executor. At last `cluster up` itself is killed (not on Ray, which ends all
+then): the streams that are under way end as they would have, and no process is left. On Ray the trainers go to one executor of their own
 node, and to another by `tcp://`.
 """
 
@@ -231,8 +232,8 @@ def nodes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, backend: str) -> Iterator[str]:
-    """Run the cluster; its address."""
+def cluster(folder: Path, backend: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """Run the cluster; its address, and the process of `cluster up`."""
     file = folder / "faults.yaml"
     file.write_text(FILE.format(backend=backend))
     with (folder / "log").open("w") as log:
@@ -247,10 +248,29 @@ def cluster(folder: Path, backend: str) -> Iterator[str]:
             line = process.stdout.readline()
             if not line:
                 raise RuntimeError((folder / "log").read_text())
-            yield line.split(" at ")[1].strip()
+            yield line.split(" at ")[1].strip(), process
         finally:
             process.terminate()
             process.wait(120)
+
+
+def kill_it_under(readers: list[Reader], up: "subprocess.Popen[str]") -> list[int]:
+    """Kill `cluster up` while each reader reads a stream, and return the processes that are left when all are read and it has had its time."""
+    pids, over = [each.pid for each in told_by(NAME).members], threading.Event()
+
+    async def read() -> None:
+        await asyncio.gather(*(reader.run(over) for reader in readers))
+
+    reading = threading.Thread(target=lambda: asyncio.run(read()))
+    reading.start()
+    time.sleep(1.0)
+    over.set()  # each reads its stream to the end, and no other one
+    up.kill()
+    reading.join()
+    deadline = time.monotonic() + READY_S
+    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def run(faults: int, streams: int, backend: str, folder: Path, report: Report) -> None:
@@ -260,7 +280,7 @@ def run(faults: int, streams: int, backend: str, folder: Path, report: Report) -
     steps, pause = 40 + 20 * faults, 0.25
     with (
         nodes() if backend == "ray" else contextlib.nullcontext(),
-        cluster(folder, backend) as url,
+        cluster(folder, backend) as (url, up),
         trainers(steps, pause, folder) as training,
     ):
         readers = [Reader(url, seed, wanted) for seed in range(streams)]
@@ -284,6 +304,11 @@ def run(faults: int, streams: int, backend: str, folder: Path, report: Report) -
             reading.join()
         progress("trainers")
         statuses = [process.wait(1200) for process in training]
+        left = list[int]()
+        if backend == "local":
+            progress("SIGKILL cluster up")
+            left = kill_it_under(readers, up)
+            done["SIGKILL cluster up"] += 1
     counts = sum((reader.counts for reader in readers), Counter[str]())
     wrong = [line for reader in readers for line in reader.wrong]
     for line in wrong:
@@ -301,6 +326,7 @@ def run(faults: int, streams: int, backend: str, folder: Path, report: Report) -
     report.figure("streams", counts["streams"])
     report.figure("tokens", counts["tokens"])
     report.bar("kills and freezes", done.total(), ">=", faults)
+    report.bar("processes that outlive the cluster", len(left), "<=", 0)
     report.bar("streams that were read", counts["streams"], ">=", streams)
     for name in ("broken", "other text", "tokens twice"):
         report.bar(f"streams: {name}", counts[name], "<=", 0)
