@@ -7,6 +7,7 @@ from symbiosis.executor.scheduling.queue import Batch, Item
 
 USUAL_S = 4e-10  # for a multiplication, until measured
 UNSEEN_S = 1e-8  # at most, for one of which nothing is known
+UNSEEN_ROW_S = 4e-9  # at most, where only slices of rows are cut, as on a GPU
 SLOW_S = 5e-10  # with multiplications that take so long, reading a matrix once for several calls gains nothing
 READING = 8  # reading a matrix takes as long as multiplying so many rows by it
 WORTH_LEARNING = 1 << 20  # multiplications of the smallest product to learn from
@@ -52,8 +53,9 @@ class Costs:
 
     def row_at_most(self, item: Item, rows: int) -> float:
         """Return the cost of one row among so many if that is known, else what it hardly exceeds."""
-        known = self._row.get(item.key) if len(item.grains) == 1 else None
-        return known or self._of_multiplication(item, rows, UNSEEN_S) * item.price / item.rows
+        if len(item.grains) > 1:
+            return self._of_multiplication(item, rows, UNSEEN_S) * item.price / item.rows
+        return self._row.get(item.key) or UNSEEN_ROW_S * item.price / item.rows
 
     def at_most(self, item: Item, rows: int) -> float:
         """Return how long so many rows of a call will take if that is known, else what they hardly exceed."""
