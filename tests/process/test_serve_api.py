@@ -70,9 +70,9 @@ def test_the_text_is_the_engines(api: Api, model: str) -> None:
 
 
 def test_the_readmes_program_runs(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (program,) = [each for each in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "openai.OpenAI(" in each]
-    exec(compile(program.replace("http://127.0.0.1:8000", api.url), "README.md", "exec"), {})
+    page = (Path(__file__).parents[2] / "docs/usage.md").read_text()
+    (program,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "openai.OpenAI(" in each]
+    exec(compile(program.replace("http://127.0.0.1:8000", api.url), "docs/usage.md", "exec"), {})
     assert capsys.readouterr().out.strip()
 
 
