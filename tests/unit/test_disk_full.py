@@ -24,7 +24,7 @@ from symbiosis.protocol.cluster_state import Member
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.ipc.engine_ipc import AdapterInfo, EngineReady, FrontOptions
 from symbiosis.server.openai_api import make_app as make_server
-from symbiosis.server.serving_state import RouterState as ServedFront
+from symbiosis.server.serving_state import ServingState
 from tests.unit.test_cluster_listed import front as front
 from tests.unit.test_cluster_listed import tell_of
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -78,7 +78,7 @@ def test_a_server_says_that_its_folder_for_adapters_is_full(tmp_path: Path, capl
     uploads = tmp_path / "uploads"
     with little_room(uploads):
         options = FrontOptions(model="demo", folder="", uploads=str(uploads))
-        app = make_server(ServedFront(remote, bytes_tokenizer(), options))
+        app = make_server(ServingState(remote, bytes_tokenizer(), options))
         answer = put(app, "/v1/adapters/mine", adapter(1 << 20))
         told = answer.json()["error"]["message"]
         assert answer.status_code == 507 and answer.headers["x-should-retry"] == "false"

@@ -19,7 +19,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.server.api_errors import app_of
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
 from symbiosis.server.openai_api import make_app as make_server
-from symbiosis.server.serving_state import RouterState as ServedFront
+from symbiosis.server.serving_state import ServingState
 from symbiosis.serving.serve_options import ServeOptions
 from tests.secret_files import write_secret
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -41,7 +41,7 @@ def _asked(app: ASGIApp, path: str, headers: Sequence[tuple[str, str]] = ()) -> 
 def served(**options: Any) -> ASGIApp:
     welcome = EngineReady(model="demo", longest=64, most_tokens=64, vocabulary=8)
     remote: Any = SimpleNamespace(welcome=welcome, places=None)
-    return make_server(ServedFront(remote, bytes_tokenizer(), FrontOptions(model="demo", folder="", **options)))
+    return make_server(ServingState(remote, bytes_tokenizer(), FrontOptions(model="demo", folder="", **options)))
 
 
 def test_an_unexpected_error_is_told_without_what_it_says() -> None:

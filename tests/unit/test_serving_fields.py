@@ -182,7 +182,7 @@ def test_an_answer_of_ours_can_be_sent_back() -> None:
     assert text(PLAIN, [message]) == "assistant:x;"
 
 
-@pytest.mark.parametrize("name", [*OF_MESSAGES, "name", "thinking", "x" * 100])
+@pytest.mark.parametrize("name", [*sorted(OF_MESSAGES), "name", "thinking", "x" * 100])
 def test_a_messages_field_is_shown_or_refused(name: str) -> None:
     message = {"role": "user", "content": "x", name: "y"}
     with pytest.raises(ApiError, match="would ignore it") as error:
@@ -218,7 +218,7 @@ def test_a_part_of_a_message_is_text_and_nothing_else(part: Any) -> None:
     assert text(PLAIN, [{"role": "user", "content": [{"type": "text", "text": "x", "extra": None}]}]) == "user:x;"
 
 
-@pytest.mark.parametrize("name", OF_TEMPLATE)
+@pytest.mark.parametrize("name", sorted(OF_TEMPLATE))
 def test_effort_goes_to_a_template_that_reads_it(name: str) -> None:
     body = asked(ChatBody, **{name: "low"})
     with pytest.raises(ApiError, match=f"reads no '{name}'") as error:
