@@ -279,27 +279,27 @@ def test_a_step_that_takes_too_long_ends_the_server() -> None:
 
 STARVES = """
 import resource
-from symbiosis.serving.runner.model_runner import Served
+from symbiosis.serving.runner.model_runner import ModelRunner
 
-def forward(self, step, forward=Served.forward):
+def forward(self, step, forward=ModelRunner.forward):
     if b"x" * 8 not in bytes(step.segments[0].sequence.tokens):
         return forward(self, step)
     {limit}
     raise MemoryError
 
-Served.forward = forward
+ModelRunner.forward = forward
 """
 LIMIT = "resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))"
 
 
 LATE = """
-from symbiosis.server.launch import run
+from symbiosis.server.launch import serve_processes
 
-def http_code(*given, code=run.http_code):
+def http_code(*given, code=serve_processes.http_code):
     _, module, started = code(*given)
     return ["-c", f"import runpy, time; time.sleep(4); runpy.run_module({module!r}, run_name='__main__')", started]
 
-run.http_code = http_code
+serve_processes.http_code = http_code
 """
 
 

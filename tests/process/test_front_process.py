@@ -37,7 +37,7 @@ def test_spans_are_sent_before_it_ends_and_no_sighup_ends_it(tmp_path: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         started = RouterOptions(cluster="alone", listener=listener.fileno())
         code = (
-            "from symbiosis import procs; procs.follow_parent(); "
+            "from symbiosis.base import procs; procs.follow_parent(); "
             f"from symbiosis.cluster.router.router_process import main; main({msgspec.json.encode(started).decode()!r})"
         )
         descriptors = [listener.fileno()]

@@ -16,7 +16,7 @@ import gc, json, sys
 import torch
 from pathlib import Path
 from symbiosis.executor.calls.call_plan import make_plan
-from symbiosis.executor.compute.batch_runner import Engine
+from symbiosis.executor.compute.batch_runner import BatchRunner
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
 from symbiosis.executor.call_kinds import HostCall
 from symbiosis.transport.inproc import InprocPeer
@@ -26,7 +26,7 @@ from tests.unit.test_price import OPTIONS, payload_of
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
 store = large_store()
-engine = Engine(store, lambda *_: None, lambda *_: None)
+engine = BatchRunner(store, lambda *_: None, lambda *_: None)
 
 def peak():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) << 10

@@ -17,7 +17,7 @@ from tests.serving_api import eventually
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from symbiosis import procs
+from symbiosis.base import procs
 
 notes = Path(sys.argv[1])
 

@@ -17,7 +17,7 @@ from symbiosis.cluster.router.router_options import RouterOptions
 from symbiosis.protocol.cluster_state import Member
 
 COMMAND = (
-    "from symbiosis import procs; procs.hear(); procs.follow_parent({most_s!r}); "
+    "from symbiosis.base import procs; procs.hear(); procs.follow_parent({most_s!r}); "
     "from symbiosis.base.logs import name_process; name_process({name!r}); "
 )
 EXECUTOR = "import sys; sys.argv = ['symbiosis-executor', '--config', {file!r}]; from symbiosis.cli.main import executor_main; executor_main()"
