@@ -17,7 +17,7 @@ from symbiosis.executor.scheduling.ranking import Ranking
 from symbiosis.executor.scheduling.rules import Rules
 from symbiosis.executor.scheduling.tenant_use import TenantUse
 
-TURN_S = 1e-3  # a turn that another tenant waits for takes about so long
+TURN_S = 5e-4  # a turn that another tenant waits for takes about so long
 ALONE_S = 0.25  # one for which nobody is known to wait
 SLICE_S = 2e-3  # on a GPU, where only slices of rows are cut: one that another tenant waits for
 TOGETHER = 8  # most calls of one tenant in a product that another tenant waits for
