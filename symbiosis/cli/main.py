@@ -312,7 +312,7 @@ def bench(
     """Run one of the benchmarks in the repository's scripts folder. What follows its name goes to it (try --help)."""
     if what not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {shown(what, 80)!r}: choose one of {', '.join(BENCHMARKS)}")
-    script = Path(__file__).parent.parent / "scripts" / f"bench_{what}.py"
+    script = Path(__file__).parents[2] / "scripts" / f"bench_{what}.py"
     if not script.is_file():
         typer.echo(
             f"error: there is no {script}: benchmarks come with the source, so install from a checkout", err=True

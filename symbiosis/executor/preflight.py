@@ -131,6 +131,13 @@ def check_room(model: str, needed: int, free: int, where: str, advice: str = SMA
         )
 
 
+def _is_endpoint(url: str) -> bool:
+    try:
+        return bool(parts_of(url))
+    except ConfigError:
+        return False
+
+
 def check_endpoints(options: Options, held: ExitStack) -> Iterator[str]:
     """Check that each endpoint is valid and free."""
     ranks = len(options.places)
@@ -139,7 +146,9 @@ def check_endpoints(options: Options, held: ExitStack) -> Iterator[str]:
         return
     try:
         listen = [url for rank in range(options.ranks_on_a_host) for url in options.of_rank(rank).listen]
-    except ConfigError:  # as is found below
+    except ConfigError as error:
+        if all(map(_is_endpoint, options.listen)):  # else it is found below
+            yield f"cannot listen: {error}"
         listen = list(options.listen)
     for url in dict.fromkeys(listen):
         if listen.count(url) > 1 and not url.endswith((":0", ":*")):

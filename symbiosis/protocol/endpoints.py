@@ -63,7 +63,9 @@ def of_rank(url: str, rank: int, here: int = 0, hosts: Sequence[str] = ()) -> st
     if rank == here:  # its port may be one that is still to be chosen
         return f"tcp://{host}:{port}{mark}{query}"
     if not 0 < (at := int(port) + rank - here) <= LAST_PORT:
-        raise ConfigError(f"{url}: rank {rank} of the service would answer at port {at}, and there is none")
+        raise ConfigError(
+            f"{url}: rank {rank} of the service would answer at port {at}, and there is none: write a lower one"
+        )
     return f"tcp://{host}:{at}{mark}{query}"
 
 

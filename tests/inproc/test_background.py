@@ -332,7 +332,7 @@ def test_an_executor_that_ends_answers_all(executor: Executor) -> None:
         executor.server._step()
     assert executor.server.dispatch.waiting == 1
     executor.server.dispatch.draining = True
-    executor.server._stop_listening()
+    executor.server.dispatch.wait_for_nobody()
     assert not executor.server._over()
     executor.server._step()
     assert executor.engine.launched[Priority.TRAIN] == 2 and executor.server._over()

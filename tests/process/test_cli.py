@@ -76,7 +76,7 @@ def test_what_a_user_gets_wrong_is_a_line(words: str, tmp_path: Path) -> None:
 
 
 def test_a_bug_shows_where_in_a_plain_traceback() -> None:
-    code = "from symbiosis import cli; cli.load_options = lambda *_: 1 / 0; import sys; sys.argv = ['x', 'demo']; cli.executor_main()"
+    code = "from symbiosis.cli import main as cli; cli.load_options = lambda *_: 1 / 0; import sys; sys.argv = ['x', 'demo']; cli.executor_main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.startswith("Traceback") and "ZeroDivisionError" in done.stderr
     assert "╭" not in done.stderr and len(done.stderr.splitlines()) < 60

@@ -518,7 +518,7 @@ def test_its_page_shows_servers_and_decisions_and_writes(api: openai.OpenAI, run
         eventually(lambda: "demo-server-2" in text("servers") and "0 of 16" in text("servers"))
         page.run("(document.getElementById('complete').click(), document.getElementById('most').value = '8')")
         page.run("document.getElementById('go').click()")
-        eventually(lambda: re.search(r"8 tokens in .*, the first after", text("speed")))
+        eventually(lambda: re.search(r"8 output tokens in .*, the first after", text("speed")))
         eventually(lambda: "demo of alice" in text("decisions") and "new" in text("decisions"))
         assert text("model") == "test" and all("401" in each for each in page.errors())
 

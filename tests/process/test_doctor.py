@@ -175,7 +175,7 @@ def test_mps_that_is_not_needed_or_not_installed(
 
 def test_help_imports_no_torch() -> None:
     code = (
-        "import sys; from symbiosis import cli\n"
+        "import sys; from symbiosis.cli import main as cli\n"
         "for app, words in ((cli.app, ['demo']), (cli.app, ['doctor']), (cli.app, ['top']), (cli.app, ['bench']), (cli.executor_app, [])):\n"
         "    app([*words, '--help'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
@@ -222,7 +222,7 @@ def group() -> Iterator[Path]:
 def test_the_limit_of_a_true_group_is_found(group: Path) -> None:
     code = (
         f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-        "from symbiosis import memory; print(memory.free_memory(), memory.whole_memory())"
+        "from symbiosis.base import memory; print(memory.free_memory(), memory.whole_memory())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     free, whole = map(int, done.stdout.split())

@@ -280,7 +280,7 @@ def on_a_pretended_gpu(fake_mps: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(daemon, "load_model", lambda name, dtype, device: load_model(name, dtype))
     monkeypatch.setattr(daemon, "set_up_logging", lambda log_format: None)
-    monkeypatch.setattr(daemon.Server, "run", end)
+    monkeypatch.setattr(daemon.ExecutorLoop, "run", end)
     yield seen
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -157,7 +157,12 @@ def test_what_is_started_again_is_found_again(running: Running, watching: Promet
         began = watching.value(f"max(process_start_time_seconds{labels})") if kind != "server" else None
         pid = next(each.pid for each in running.told.members if each.name == name)
         os.kill(pid, signal.SIGKILL)
-        eventually(lambda labels=labels: watching.value(f"up{labels}") == 0)  # type: ignore[misc]
+        eventually(
+            lambda name=name, pid=pid: any(  # type: ignore[misc]
+                each.name == name and each.pid not in (0, pid) and each.state == "ready"
+                for each in running.told.members
+            )
+        )
         eventually(lambda labels=labels: watching.value(f"up{labels}") == 1)  # type: ignore[misc]
         if began is not None:
             eventually(

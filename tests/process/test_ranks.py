@@ -304,7 +304,7 @@ def test_what_only_a_rank_can_find_wrong_ends_the_service(model: Path, tmp_path:
 def test_wrong_options_are_told_before_anything_starts(model: Path, tmp_path: Path, processes: list) -> None:
     for options, text in (
         (["--ranks=2", "--listen=tcp://127.0.0.1:0"], "cannot listen at tcp://127.0.0.1:0 with 2 ranks: name a port"),
-        (["--ranks=2", "--listen=tcp://127.0.0.1:65535"], "write tcp://HOST:PORT with a port from 0 to 65535"),
+        (["--ranks=2", "--listen=tcp://127.0.0.1:65535"], "rank 1 of the service would answer at port 65536"),
         (["--devices=0-3"], "has no CUDA"),
     ):
         log = tmp_path / "log"

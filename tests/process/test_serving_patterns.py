@@ -184,8 +184,8 @@ def test_what_acts_elsewhere_is_refused_before_anything_is_made_of_it(
 def test_a_list_is_no_longer_than_the_file_has_numbers(served: ModelRunner, good: Path, tmp_path: Path) -> None:
     change = {
         "peft_type": "TRAINABLE_TOKENS",
-        "token_indices": list(range(100_000)),
+        "token_indices": list(range(60_000)),
         "target_modules": ["embed_tokens"],
     }
-    with pytest.raises(AdapterError, match="token_indices has 100000 items, more than its file has numbers"):
+    with pytest.raises(AdapterError, match="token_indices has 60000 items, more than its file has numbers"):
         AdapterRegistry(served).add("long", changed(good, tmp_path, change))
