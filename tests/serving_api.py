@@ -18,6 +18,7 @@ import openai
 
 import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
+from symbiosis.executor.observe.process_figures import children, command_of
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
 from symbiosis.server.ipc.engine_server import EngineServer
 from symbiosis.server.launch.children import RestartingChild, http_code
@@ -121,10 +122,7 @@ class Command:
 
     def child(self, module: str) -> int:
         """The number of the process that runs this module."""
-        parent = self.process.pid
-        listed = Path(f"/proc/{parent}/task").glob("*/children")
-        numbers = {int(number) for file in listed for number in file.read_text().split()}
-        return next(n for n in numbers if module in Path(f"/proc/{n}/cmdline").read_text())
+        return next(pid for pid in children(self.process.pid) if module in command_of(pid))
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)

@@ -1,1 +1,1 @@
-"""Keys, ownership of files and sockets, digests, keystreams, and limits on how often somebody may do something."""
+"""What all rooms use: logs, memory, keys, ownership of files and folders, and processes that end with their parent."""

@@ -1,1 +1,1 @@
-"""The commands beside the executor: doctor, top, pads, audit, demo."""
+"""The commands `symbiosis` and `symbiosis-executor`, and what they find out: doctor, top, pads, convert."""

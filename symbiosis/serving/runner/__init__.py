@@ -1,1 +1,1 @@
-"""Steps on a GPU: what is known of one lies in static tensors, so that it can be a CUDA graph."""
+"""Runs the steps of a model: over pages or one by one, and on a GPU as a CUDA graph, for which all that is known of a step lies in static tensors."""
