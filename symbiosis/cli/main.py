@@ -13,9 +13,11 @@ import typer.core
 
 from symbiosis.base.memory import look_seldom
 from symbiosis.build import build
+from symbiosis.cli.struct_options import Given, takes
 from symbiosis.errors import ConfigError, SymbiosisError
-from symbiosis.executor.options import load_as, load_options
+from symbiosis.executor.options import Options, load_as, load_options
 from symbiosis.protocol.endpoints import default_endpoints
+from symbiosis.serving.serve_options import ServeOptions
 from symbiosis.text import shown
 
 
@@ -50,59 +52,10 @@ def symbiosis(version: Version = False) -> None:
     """One frozen base model, many clients."""
 
 
-@executor_app.command(cls=InLines)
-def executor(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Without it, --config must name one.", show_default=False)] = None,
-    listen: Annotated[list[str] | None, typer.Option(help="Endpoint: local:///PATH or tcp://HOST:PORT. Repeatable. Default: this user's socket.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device that holds the weights: cpu, cuda or cuda:NUMBER. Default: cpu.")] = None,
-    devices: Annotated[str | None, typer.Option(help="Several devices, each with an executor (a rank) that holds a part of the model: GPUs, such as 0-3 or 0,2, or cpu, with --ranks. Rank K answers at the endpoint with .rankK at its end, or at PORT + K.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="How many ranks in all, the same number on each of --devices. Default: one on each.")] = None,
-    shard: Annotated[str | None, typer.Option(help="How the model is laid out over ranks. layers (default): whole layers on each. fsdp: a part of every tensor on each, so that any rank answers any call.")] = None,
-    shares: Annotated[str | None, typer.Option(help="How much of the model each rank holds, in proportion, such as 3,1. Default: equal shares.")] = None,
-    spread_rows: Annotated[int | None, typer.Option(help="With --shard fsdp: calls of at most this many rows go to all ranks, each of which computes some columns of the result, or its part of a gradient's sum. The result rounds differently from that of one product. Default: 0.")] = None,
-    gather_buffers: Annotated[int | None, typer.Option(help="With --shard fsdp on GPUs: bytes that each rank may use for weights that it gathers before products of many rows. Default: 0; parts on other GPUs are read in place.")] = None,
-    hosts: Annotated[list[str] | None, typer.Option(help="Where clients reach each host, if torchrun starts ranks on several. Repeatable, in torchrun's order. Endpoints of clients list them: tcp://A:PORT?hosts=A,B.")] = None,
-    mps: Annotated[bool | None, typer.Option("--mps/--no-mps", help="Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: that of the checkpoint.")] = None,
-    policy: Annotated[str | None, typer.Option(help="immediate, lockstep or opportunistic (default).")] = None,
-    max_wait_us: Annotated[int | None, typer.Option(help="Longest time, in microseconds, that a call waits for others to join it, if that pays. Default: 10000, on a GPU 2000.")] = None,
-    max_batch_tokens: Annotated[int | None, typer.Option(help="Maximum rows of one product. Default: 4096.")] = None,
-    batch_invariant: Annotated[bool | None, typer.Option("--batch-invariant/--no-batch-invariant", help="A client's results never depend on who else is served: they are those of the unsplit model, bit for bit. Calls are not joined then.")] = None,
-    workers: Annotated[int | None, typer.Option(help="How many large products a CPU computes at the same time, each with OMP_NUM_THREADS threads. Joined products of few rows use as many threads. Default: 1.")] = None,
-    train_share: Annotated[float | None, typer.Option(help="Share of a GPU's time that large products of training clients get while another client decodes. Default: 0.083; 1: no limit.")] = None,
-    rounds: Annotated[bool | None, typer.Option("--rounds/--no-rounds", help="Under MPS, the GPU itself answers all calls of a captured step, without the CPU taking part in each. The default.")] = None,
-    serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve, or, after !, to leave out. Repeatable. Default: all linear and expert layers except heads.")] = None,
-    allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,
-    share_weights: Annotated[bool | None, typer.Option("--share-weights/--no-share-weights", help="Let clients of your own user at local:// (on a GPU: on the same one) map the weights read-only, and multiply by them directly where a call would gain nothing. With --shard fsdp on GPUs nothing is mapped. Default: they may, unless a --max-tenant-...-per-s is set.")] = None,
-    integers: Annotated[list[int] | None, typer.Option(help="Also serve integer products, with weights quantised to 8 or 16 bits, for clients that hide their rows. Repeatable.")] = None,
-    operator: Annotated[str | None, typer.Option(help="Name of whoever runs this executor. Clients that split their rows between two executors need two operators.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Prometheus metrics at http://127.0.0.1:PORT/metrics, and /health for probes: 200 while calls are answered, else 503.")] = None,
-    metrics_host: Annotated[str | None, typer.Option(help="Where to serve --metrics-port. Default: 127.0.0.1. Anybody who can connect can read who the tenants are and what they use.")] = None,
-    key: Annotated[str | None, typer.Option(help="This executor's .key file (symbiosis keygen): tcp:// is then encrypted, and for --tenants only.")] = None,
-    tenants: Annotated[str | None, typer.Option(help="Folder with the .pub file of each tenant; read again when it changes.")] = None,
-    nccl: Annotated[bool | None, typer.Option("--nccl/--no-nccl", help="With keys: let tenants' GPUs send rows by NCCL, which neither encrypts nor authenticates them. Without keys they always may.")] = None,
-    audit_log: Annotated[str | None, typer.Option(metavar="FILE", help="Record who joined, was refused, was struck off or left, and how much they used: one JSON object per line. When the file is moved away, the next line begins a new one.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="text (default) or json.")] = None,
-    heartbeat_s: Annotated[float | None, typer.Option(help="A session silent for this long is dropped. Default: 5.")] = None,
-    non_finite: Annotated[str | None, typer.Option(help="refuse (default) or pass: NaN and infinity in forward calls.")] = None,
-    max_call_bytes: Annotated[int | None, typer.Option(help="Largest payload of one call. Default: 1 GiB.")] = None,
-    max_rows: Annotated[int | None, typer.Option(help="Maximum rows of one call. Default: 1048576.")] = None,
-    max_in_flight: Annotated[int | None, typer.Option(help="Maximum unanswered calls of one session. Default: 8.")] = None,
-    max_sessions: Annotated[int | None, typer.Option(help="Maximum sessions at a time. Default: 256.")] = None,
-    max_tenant_sessions: Annotated[int | None, typer.Option(help="Maximum sessions of one tenant. Without keys each session is a tenant of its own. Default: 64.")] = None,
-    max_tenant_in_flight: Annotated[int | None, typer.Option(help="Maximum unanswered calls of one tenant. Default: 64.")] = None,
-    max_tenant_bytes: Annotated[int | None, typer.Option(help="Maximum bytes of a tenant's calls and unread replies. Default: 4 GiB.")] = None,
-    max_call_multiplications: Annotated[int | None, typer.Option(help="Maximum multiplications of one call. Default: 10^14.")] = None,
-    max_bytes: Annotated[int | None, typer.Option(help="Maximum bytes of all tenants' calls and unread replies together, in each rank; who holds less than 4 MiB may go on. Default: half of the memory, divided by the ranks on this host.")] = None,
-    max_tenant_rows_per_s: Annotated[int | None, typer.Option(help="Rows per second of one tenant; a client over it is slowed down. Default: 0, no limit.")] = None,
-    max_tenant_multiplications_per_s: Annotated[int | None, typer.Option(help="Multiplications per second of one tenant, in the same way.")] = None,
-    max_tenant_bytes_per_s: Annotated[int | None, typer.Option(help="Bytes per second to and from one tenant, in the same way.")] = None,
-    version: Version = False,
-) -> None:  # fmt: skip
+@executor_app.command("executor", cls=InLines)
+@takes(Options, version=Version)
+def executor(given: Given, config: Path | None) -> None:
     """Hold the frozen layers of MODEL and answer the calls of any number of clients."""
-    # As long as there are options: its parameters are what --help shows.
-    given = {key: value for key, value in locals().items() if key not in ("config", "version") and value is not None}
     options = load_options(given, config)
     options = msgspec.structs.replace(options, listen=options.listen or default_endpoints())
     from symbiosis.executor.preflight import check
@@ -122,41 +75,10 @@ def executor(
     run(model, options)
 
 
-@app.command(cls=InLines)
-def serve(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Without it, --config must name one.", show_default=False)] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call MODEL. Default: MODEL, as it is given here.")] = None,
-    executor: Annotated[str | None, typer.Option(metavar="URL", help="The executor that holds MODEL. Default: one is started, which trainers may use, too.")] = None,
-    adapters: Annotated[list[str] | None, typer.Option(metavar="DIR | NAME=PATH", help="A folder of adapters, each in a folder of its name, or one adapter. Repeatable.")] = None,
-    host: Annotated[str | None, typer.Option(help="Where to listen. Default: 127.0.0.1, which only this machine reaches.")] = None,
-    port: Annotated[int | None, typer.Option(help="Default: 8000. 0: any that is free.")] = None,
-    allowed_hosts: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A name by which clients ask for the server, such as that of a proxy; *.DOMAIN: all of a domain; *: any. Repeatable. Default: this host's name, addresses and, with --api-keys, any.")] = None,
-    api_keys: Annotated[str | None, typer.Option(metavar="FILE", help="Lines of `NAME KEY [admin] [requests=N] [tokens_per_s=N] [old_key=KEY]`; read again when it changes.")] = None,
-    chat_template: Annotated[str | None, typer.Option(metavar="FILE", help="Jinja template that makes a prompt of a chat. Default: the tokenizer's.")] = None,
-    max_batch: Annotated[int | None, typer.Option(help="Maximum sequences in one step. Default: 64.")] = None,
-    max_tenant_batch: Annotated[int | None, typer.Option(help="Maximum sequences of one API key in one step, while others wait. Default: half of --max-batch.")] = None,
-    adapters_in_batch: Annotated[int | None, typer.Option(help="Maximum adapters in one step. Default: no limit.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for keys, values and adapters: 8GiB, or a share of what is free, such as 0.5. Default: 0.25.")] = None,
-    adapter_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="The host's memory for adapters, in the same way. Default: 0.25.")] = None,
-    max_rank: Annotated[int | None, typer.Option(help="Largest rank of an adapter. Default: 256.")] = None,
-    policy: Annotated[str | None, typer.Option(help="fcfs (default), abort (what can no longer begin in time gives way) or vtc (fair shares for API keys).")] = None,
-    first_token_s: Annotated[float | None, typer.Option(help="With --policy abort, the seconds within which a first token must come. Default: 6.")] = None,
-    prefill_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of prompts in one step. Default: 512.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="dtype of the executor that is started: float32, bfloat16, ... Default: that of the checkpoint.")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile", help="Compile the model's layers, on a GPU: faster steps, after a start of up to a minute more.")] = None,
-    drain_s: Annotated[float | None, typer.Option(help="On SIGTERM or ctrl-C, how long requests under way may take to finish; a second one ends the server at once. Default: 30.")] = None,
-    max_body_bytes: Annotated[int | None, typer.Option(help="Largest body of a request. Default: 16 MiB.")] = None,
-    max_adapter_bytes: Annotated[int | None, typer.Option(help="Largest adapter that is sent, and largest file of one that lies here, unless --adapter-memory is more. Default: 1 GiB.")] = None,
-    max_requests: Annotated[int | None, typer.Option(help="Maximum requests under way, including those that wait; one key alone may have half of them. Default: 4096.")] = None,
-    max_step_s: Annotated[float | None, typer.Option(help="A step that takes longer counts as hung: the server ends with status 1. Default: 600.")] = None,
-    wait_s: Annotated[float | None, typer.Option(help="How long the executor at --executor may take to come up. Default: 60.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="text (default) or json, of all processes.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
-) -> None:  # fmt: skip
+@app.command("serve", cls=InLines)
+@takes(ServeOptions)
+def serve(given: Given, config: Path | None) -> None:
     """Serve MODEL and any number of adapters of it by OpenAI's API."""
-    given = {key: value for key, value in locals().items() if key != "config" and value is not None}
-    from symbiosis.serving.serve_options import ServeOptions
-
     options = load_as(ServeOptions, given, config, "symbiosis serve")
     from symbiosis.server.launch.preflight import check
 

@@ -3,9 +3,10 @@
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+from typing_extensions import Doc
 
 from symbiosis.base.dtypes import check_dtype
 from symbiosis.errors import ConfigError
@@ -27,51 +28,91 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     8
     """
 
-    model: str | None = None
-    listen: tuple[str, ...] = ()
-    device: str = "cpu"
-    devices: str | None = None
-    ranks: int | None = None
-    shard: Literal["layers", "fsdp"] = "layers"
-    shares: tuple[float, ...] = ()
-    spread_rows: int = 0
-    gather_buffers: int = 0
-    hosts: tuple[str, ...] = ()
-    mps: bool = False
-    dtype: str | None = None
-    policy: PolicyName = "opportunistic"
-    max_wait_us: int | None = None
-    max_batch_tokens: int = 4096
-    batch_invariant: bool = False
-    workers: int = 1
-    train_share: float = 0.083
-    rounds: bool = True
-    serve: tuple[str, ...] = ()
-    allow_read: bool = False
-    share_weights: bool | None = None
-    integers: tuple[int, ...] = ()
-    operator: str = ""
-    metrics_port: int | None = None
-    metrics_host: str = "127.0.0.1"
-    key: str | None = None
-    tenants: str | None = None
-    nccl: bool | None = None
-    audit_log: str | None = None
-    log_format: Literal["text", "json"] = "text"
-    heartbeat_s: float = 5.0
-    non_finite: Literal["refuse", "pass"] = "refuse"
-    max_call_bytes: int = Limits().max_call_bytes
-    max_rows: int = Limits().max_rows
-    max_in_flight: int = Limits().max_in_flight
-    max_sessions: int = Limits().max_sessions
-    max_tenant_sessions: int = Limits().max_tenant_sessions
-    max_tenant_in_flight: int = Limits().max_tenant_in_flight
-    max_tenant_bytes: int = Limits().max_tenant_bytes
-    max_tenant_rows_per_s: int = Limits().max_tenant_rows_per_s
-    max_call_multiplications: int = Limits().max_call_multiplications
-    max_tenant_multiplications_per_s: int = Limits().max_tenant_multiplications_per_s
-    max_tenant_bytes_per_s: int = Limits().max_tenant_bytes_per_s
-    max_bytes: int | None = None
+    # fmt: off
+    model: Annotated[str | None, Doc("A directory, a hub id, or `demo`. Without it, --config must name one.")] = None
+    listen: Annotated[tuple[str, ...], Doc("Endpoint: local:///PATH or tcp://HOST:PORT. Repeatable. Default: this user's socket.")] = ()
+    device: Annotated[str, Doc("Device that holds the weights: cpu, cuda or cuda:NUMBER. Default: cpu.")] = "cpu"
+    devices: Annotated[str | None, Doc(
+        "Several devices, each with an executor (a rank) that holds a part of the model: GPUs, such as 0-3 or 0,2, or cpu, with "
+        "--ranks. Rank K answers at the endpoint with .rankK at its end, or at PORT + K.")] = None
+    ranks: Annotated[int | None, Doc("How many ranks in all, the same number on each of --devices. Default: one on each.")] = None
+    shard: Annotated[Literal["layers", "fsdp"], Doc(
+        "How the model is laid out over ranks. layers (default): whole layers on each. fsdp: a part of every tensor on each, so that "
+        "any rank answers any call.")] = "layers"
+    shares: Annotated[tuple[float, ...], Doc(
+        "How much of the model each rank holds, in proportion, such as 3,1. Default: equal shares.")] = ()
+    spread_rows: Annotated[int, Doc(
+        "With --shard fsdp: calls of at most this many rows go to all ranks, each of which computes some columns of the result, or its "
+        "part of a gradient's sum. The result rounds differently from that of one product. Default: 0.")] = 0
+    gather_buffers: Annotated[int, Doc(
+        "With --shard fsdp on GPUs: bytes that each rank may use for weights that it gathers before products of many rows. Default: 0; "
+        "parts on other GPUs are read in place.")] = 0
+    hosts: Annotated[tuple[str, ...], Doc(
+        "Where clients reach each host, if torchrun starts ranks on several. Repeatable, in torchrun's order. Endpoints of clients list "
+        "them: tcp://A:PORT?hosts=A,B.")] = ()
+    mps: Annotated[bool, Doc("Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = False
+    dtype: Annotated[str | None, Doc("float32, bfloat16, ... Default: that of the checkpoint.")] = None
+    policy: Annotated[PolicyName, Doc("immediate, lockstep or opportunistic (default).")] = "opportunistic"
+    max_wait_us: Annotated[int | None, Doc(
+        "Longest time, in microseconds, that a call waits for others to join it, if that pays. Default: 10000, on a GPU 2000.")] = None
+    max_batch_tokens: Annotated[int, Doc("Maximum rows of one product. Default: 4096.")] = 4096
+    batch_invariant: Annotated[bool, Doc(
+        "A client's results never depend on who else is served: they are those of the unsplit model, bit for bit. Calls are not joined "
+        "then.")] = False
+    workers: Annotated[int, Doc(
+        "How many large products a CPU computes at the same time, each with OMP_NUM_THREADS threads. Joined products of few rows use as "
+        "many threads. Default: 1.")] = 1
+    train_share: Annotated[float, Doc(
+        "Share of a GPU's time that large products of training clients get while another client decodes. Default: 0.083; 1: no limit.")] = 0.083
+    rounds: Annotated[bool, Doc(
+        "Under MPS, the GPU itself answers all calls of a captured step, without the CPU taking part in each. The default.")] = True
+    serve: Annotated[tuple[str, ...], Doc(
+        "Pattern of layer names to serve, or, after !, to leave out. Repeatable. Default: all linear and expert layers except heads.")] = ()
+    allow_read: Annotated[bool, Doc("Let clients read weights (merging, methods that need values).")] = False
+    share_weights: Annotated[bool | None, Doc(
+        "Let clients of your own user at local:// (on a GPU: on the same one) map the weights read-only, and multiply by them directly "
+        "where a call would gain nothing. With --shard fsdp on GPUs nothing is mapped. Default: they may, unless a "
+        "--max-tenant-...-per-s is set.")] = None
+    integers: Annotated[tuple[int, ...], Doc(
+        "Also serve integer products, with weights quantised to 8 or 16 bits, for clients that hide their rows. Repeatable.")] = ()
+    operator: Annotated[str, Doc(
+        "Name of whoever runs this executor. Clients that split their rows between two executors need two operators.")] = ""
+    metrics_port: Annotated[int | None, Doc(
+        "Prometheus metrics at http://127.0.0.1:PORT/metrics, and /health for probes: 200 while calls are answered, else 503.")] = None
+    metrics_host: Annotated[str, Doc(
+        "Where to serve --metrics-port. Default: 127.0.0.1. Anybody who can connect can read who the tenants are and what they use.")] = "127.0.0.1"
+    key: Annotated[str | None, Doc(
+        "This executor's .key file (symbiosis keygen): tcp:// is then encrypted, and for --tenants only.")] = None
+    tenants: Annotated[str | None, Doc("Folder with the .pub file of each tenant; read again when it changes.")] = None
+    nccl: Annotated[bool | None, Doc(
+        "With keys: let tenants' GPUs send rows by NCCL, which neither encrypts nor authenticates them. Without keys they always may.")] = None
+    audit_log: Annotated[str | None, Doc(
+        "Record who joined, was refused, was struck off or left, and how much they used: one JSON object per line. When the file is "
+        "moved away, the next line begins a new one."), "FILE"] = None
+    log_format: Annotated[Literal["text", "json"], Doc("text (default) or json.")] = "text"
+    heartbeat_s: Annotated[float, Doc("A session silent for this long is dropped. Default: 5.")] = 5.0
+    non_finite: Annotated[Literal["refuse", "pass"], Doc("refuse (default) or pass: NaN and infinity in forward calls.")] = "refuse"
+    max_call_bytes: Annotated[int, Doc("Largest payload of one call. Default: 1 GiB.")] = Limits().max_call_bytes
+    max_rows: Annotated[int, Doc("Maximum rows of one call. Default: 1048576.")] = Limits().max_rows
+    max_in_flight: Annotated[int, Doc("Maximum unanswered calls of one session. Default: 8.")] = Limits().max_in_flight
+    max_sessions: Annotated[int, Doc("Maximum sessions at a time. Default: 256.")] = Limits().max_sessions
+    max_tenant_sessions: Annotated[int, Doc(
+        "Maximum sessions of one tenant. Without keys each session is a tenant of its own. Default: 64.")] = Limits().max_tenant_sessions
+    max_tenant_in_flight: Annotated[int, Doc("Maximum unanswered calls of one tenant. Default: 64.")] = Limits().max_tenant_in_flight
+    max_tenant_bytes: Annotated[int, Doc(
+        "Maximum bytes of a tenant's calls and unread replies. Default: 4 GiB.")] = Limits().max_tenant_bytes
+    max_tenant_rows_per_s: Annotated[int, Doc(
+        "Rows per second of one tenant; a client over it is slowed down. Default: 0, no limit.")] = Limits().max_tenant_rows_per_s
+    max_call_multiplications: Annotated[int, Doc(
+        "Maximum multiplications of one call. Default: 10^14.")] = Limits().max_call_multiplications
+    max_tenant_multiplications_per_s: Annotated[int, Doc(
+        "Multiplications per second of one tenant, in the same way.")] = Limits().max_tenant_multiplications_per_s
+    max_tenant_bytes_per_s: Annotated[int, Doc(
+        "Bytes per second to and from one tenant, in the same way.")] = Limits().max_tenant_bytes_per_s
+    max_bytes: Annotated[int | None, Doc(
+        "Maximum bytes of all tenants' calls and unread replies together, in each rank; who holds less than 4 MiB may go on. Default: "
+        "half of the memory, divided by the ranks on this host.")] = None
+    # fmt: on
 
     def __post_init__(self) -> None:
         self._check_numbers()

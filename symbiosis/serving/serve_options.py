@@ -3,9 +3,10 @@
 import ipaddress
 import math
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from typing_extensions import Doc
 
 from symbiosis.base.dtypes import check_dtype
 from symbiosis.base.hosts import check_hosts
@@ -40,33 +41,48 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     True
     """
 
-    model: str | None = None
-    served_model_name: str | None = None  # None: as `model`
-    executor: str | None = None  # None: one of its own
-    adapters: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = PORT
-    allowed_hosts: tuple[str, ...] = ()  # besides those that are known anyway; see `hosts_of`
-    api_keys: str | None = None
-    chat_template: str | None = None  # a file; None: the tokenizer's
-    max_batch: int = 64
-    max_tenant_batch: int | None = None  # None: half of the batch, if there are keys
-    adapters_in_batch: int | None = None
-    memory: int | float | str | None = None  # bytes, or a share of what is free; see `size`
-    adapter_memory: int | float | str | None = None  # of the host's memory
-    max_rank: int = 256
-    policy: Policy = "fcfs"
-    first_token_s: float = 6.0
-    prefill_tokens: int = 512
-    dtype: str | None = None
-    compile: bool = False
-    drain_s: float = 30.0
-    max_body_bytes: int = 16 << 20
-    max_adapter_bytes: int = 1 << 30
-    max_requests: int = 4096
-    max_step_s: float = 600.0
-    wait_s: float = 60.0  # for an executor that comes up, or is just started again
-    log_format: Literal["text", "json"] = "text"
+    # fmt: off
+    model: Annotated[str | None, Doc("A directory, a hub id, or `demo`. Without it, --config must name one.")] = None
+    served_model_name: Annotated[str | None, Doc("What clients call MODEL. Default: MODEL, as it is given here.")] = None
+    executor: Annotated[str | None, Doc(
+        "The executor that holds MODEL. Default: one is started, which trainers may use, too."), "URL"] = None
+    adapters: Annotated[tuple[str, ...], Doc(
+        "A folder of adapters, each in a folder of its name, or one adapter. Repeatable."), "DIR | NAME=PATH"] = ()
+    host: Annotated[str, Doc("Where to listen. Default: 127.0.0.1, which only this machine reaches.")] = "127.0.0.1"
+    port: Annotated[int, Doc("Default: 8000. 0: any that is free.")] = PORT
+    allowed_hosts: Annotated[tuple[str, ...], Doc(
+        "A name by which clients ask for the server, such as that of a proxy; *.DOMAIN: all of a domain; *: any. Repeatable. Default: "
+        "this host's name, addresses and, with --api-keys, any."), "NAME"] = ()
+    api_keys: Annotated[str | None, Doc(
+        "Lines of `NAME KEY [admin] [requests=N] [tokens_per_s=N] [old_key=KEY]`; read again when it changes."), "FILE"] = None
+    chat_template: Annotated[str | None, Doc("Jinja template that makes a prompt of a chat. Default: the tokenizer's."), "FILE"] = None
+    max_batch: Annotated[int, Doc("Maximum sequences in one step. Default: 64.")] = 64
+    max_tenant_batch: Annotated[int | None, Doc(
+        "Maximum sequences of one API key in one step, while others wait. Default: half of --max-batch.")] = None
+    adapters_in_batch: Annotated[int | None, Doc("Maximum adapters in one step. Default: no limit.")] = None
+    memory: Annotated[int | float | str | None, Doc(
+        "Memory for keys, values and adapters: 8GiB, or a share of what is free, such as 0.5. Default: 0.25."), "SIZE"] = None
+    adapter_memory: Annotated[int | float | str | None, Doc(
+        "The host's memory for adapters, in the same way. Default: 0.25."), "SIZE"] = None
+    max_rank: Annotated[int, Doc("Largest rank of an adapter. Default: 256.")] = 256
+    policy: Annotated[Policy, Doc(
+        "fcfs (default), abort (what can no longer begin in time gives way) or vtc (fair shares for API keys).")] = "fcfs"
+    first_token_s: Annotated[float, Doc("With --policy abort, the seconds within which a first token must come. Default: 6.")] = 6.0
+    prefill_tokens: Annotated[int, Doc("Maximum tokens of prompts in one step. Default: 512.")] = 512
+    dtype: Annotated[str | None, Doc(
+        "dtype of the executor that is started: float32, bfloat16, ... Default: that of the checkpoint.")] = None
+    compile: Annotated[bool, Doc("Compile the model's layers, on a GPU: faster steps, after a start of up to a minute more.")] = False
+    drain_s: Annotated[float, Doc(
+        "On SIGTERM or ctrl-C, how long requests under way may take to finish; a second one ends the server at once. Default: 30.")] = 30.0
+    max_body_bytes: Annotated[int, Doc("Largest body of a request. Default: 16 MiB.")] = 16 << 20
+    max_adapter_bytes: Annotated[int, Doc(
+        "Largest adapter that is sent, and largest file of one that lies here, unless --adapter-memory is more. Default: 1 GiB.")] = 1 << 30
+    max_requests: Annotated[int, Doc(
+        "Maximum requests under way, including those that wait; one key alone may have half of them. Default: 4096.")] = 4096
+    max_step_s: Annotated[float, Doc("A step that takes longer counts as hung: the server ends with status 1. Default: 600.")] = 600.0
+    wait_s: Annotated[float, Doc("How long the executor at --executor may take to come up. Default: 60.")] = 60.0
+    log_format: Annotated[Literal["text", "json"], Doc("text (default) or json, of all processes.")] = "text"
+    # fmt: on
 
     def __post_init__(self) -> None:
         _ = self.memory_size, self.adapter_memory_size  # are checked
