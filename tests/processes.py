@@ -195,15 +195,15 @@ def _listens(endpoint: str) -> bool:
 def _run_executor(stdout: Connection, log: str, arguments: list[str]) -> None:
     _become(["symbiosis-executor", *arguments], stdout.fileno(), log)
     stdout.close()
+    from symbiosis.base import procs
     from symbiosis.cli.main import executor_main
-    from symbiosis.executor.ranks import service
 
-    service.Popen = ForkedRank  # type: ignore[assignment, misc]
+    procs.Popen = ForkedRank  # type: ignore[assignment, misc]
     executor_main()
 
 
 class ForkedRank:
-    """A rank's process, forked from the service's, which has imported everything: as much of `subprocess.Popen` as a service uses."""
+    """A rank's process, forked from the service's, which has imported everything: as much of `subprocess.Popen` as a `Child` uses."""
 
     _ours: set[int] = set()  # the service's ends of pipes
 
@@ -221,20 +221,30 @@ class ForkedRank:
             _run_rank()
         os.close(orders)
         os.close(said)
-        self.stdin, self.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
+        self.stdin, self.stdout = (os.fdopen(stdin, "wb", 0), os.fdopen(stdout, "rb", 0))
+        self.returncode: int | None = None
 
     def send_signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
     def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is not None:
+            return self.returncode
         descriptor = os.pidfd_open(self.pid)
         try:
             if not select.select([descriptor], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
         finally:
             os.close(descriptor)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
 
 
 def _run_rank() -> None:

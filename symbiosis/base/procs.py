@@ -96,13 +96,12 @@ _is_needed: Callable[[], bool] = bool
 heard = ""  # what the parent said first (`hear`)
 
 
-def hear() -> None:
+def hear() -> str:
     """Take the first line of stdin, before `follow_parent`. What other users must not know is told so: they can read command lines."""
     global heard
-    line = b""
-    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        line += byte
-    heard = line.decode().strip()
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # noqa: PTH123  (what follows the line stays there)
+        heard = stdin.readline().decode().strip()
+    return heard
 
 
 def follow_parent(most_s: float = 0.0) -> None:

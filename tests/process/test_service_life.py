@@ -51,9 +51,8 @@ class Rank:
         self.told.append(number)
         self.ends()
 
-    def ended(self, most_s: float | None = None) -> int:
-        self.stdout.close()
-        return self.status
+    def wait(self, seconds: float) -> bool:
+        return True
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import msgspec
 import torch
 from torch import nn
 
+from symbiosis.base import procs
 from symbiosis.base.logs import name_process, set_up_logging
-from symbiosis.base.procs import follow_parent
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.daemon import guard_process, serve_store, shared_gpu
 from symbiosis.executor.model.checkpoint import located, weight_files
@@ -42,9 +42,8 @@ def main() -> None:
     """Run the rank that stdin orders, and exit with 2 if what the user asked for cannot be."""
     said = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else is written to stdout, by NCCL for one, is for the log
-    with open(0, "rb", buffering=0, closefd=False) as stdin:  # noqa: PTH123  (a thread that waits at a buffer could not be ended)
-        order = msgspec.json.decode(stdin.readline(), type=Order)
-    follow_parent()
+    order = msgspec.json.decode(procs.hear(), type=Order)
+    procs.follow_parent()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while it loads; a rank that serves drains
     try:
         ranks = Rendezvous.at(order.file, order.rank, len(order.options.places))

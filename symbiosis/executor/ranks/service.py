@@ -13,15 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from subprocess import PIPE, Popen, TimeoutExpired
-from typing import IO, BinaryIO
+from subprocess import PIPE
+from typing import BinaryIO
 
 import msgspec
 from msgspec.structs import replace
 
 from symbiosis.base.logs import set_up_logging
 from symbiosis.base.ownership import check_socket
-from symbiosis.base.procs import when_told_to_end, while_needed
+from symbiosis.base.procs import Child, when_told_to_end, while_needed
 from symbiosis.errors import ConfigError
 from symbiosis.executor import mps
 from symbiosis.executor.observe.log import log
@@ -38,44 +38,13 @@ LOOK_S = 0.5  # between two looks whether that time is over
 ANOTHER_RANK_ENDED = "a rank ended before it was ready, so the service ends"
 
 
-class Rank:
+class Rank(Child):
     """One rank, as the service sees it."""
 
     def __init__(self, order: Order) -> None:
         self.order, self.number = order, order.rank
         self.ready: Ready | None = None
-        self._process = Popen([sys.executable, "-c", RANK], stdin=PIPE, stdout=PIPE, start_new_session=True)
-        with suppress(BrokenPipeError):  # it has ended, as the service will find out
-            self._stdin.write(msgspec.json.encode(order) + b"\n")
-            self._stdin.flush()
-
-    @property
-    def _stdin(self) -> IO[bytes]:
-        assert self._process.stdin
-        return self._process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        assert self._process.stdout
-        return self._process.stdout
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def ended(self, most_s: float | None = None) -> int | None:
-        """Wait for its end, for so long at most, and return its exit status; None if it has not ended."""
-        try:
-            status = self._process.wait(most_s)
-        except TimeoutExpired:
-            return None
-        for pipe in (self._stdin, self.stdout):
-            with suppress(BrokenPipeError):
-                pipe.close()
-        return status
+        super().__init__(["-c", RANK], stdout=PIPE, first=msgspec.json.encode(order) + b"\n")
 
 
 class Service:
@@ -108,8 +77,7 @@ class Service:
                     self._kill(self._ranks.values())
         finally:
             for rank in self._ranks.values():  # of a service that failed
-                rank.signal(signal.SIGKILL)
-                rank.ended()
+                rank.kill()
                 remove_sockets(rank.order)
         return self._status
 
@@ -158,6 +126,7 @@ class Service:
         line = rank.stdout.readline()
         if not line:
             self._selector.unregister(rank.stdout)
+            rank.stdout.close()
             self.ports.pop(rank.number, None)
             status = self._end_of(rank)
             del self._ranks[rank.number]
@@ -180,10 +149,10 @@ class Service:
     def _end_of(self, rank: Rank) -> int:
         """Wait until a rank that says nothing more has ended, and return its exit status. One that hangs is killed."""
         kill_at = time.monotonic() + END_S
-        while (status := rank.ended(LOOK_S)) is None:
+        while not rank.wait(LOOK_S):
             if time.monotonic() > min(kill_at, self._kill_at):
                 self._kill([rank])
-        return status
+        return rank.status or 0
 
     def _kill(self, ranks: Iterable[Rank]) -> None:
         """Kill ranks that have not ended."""
