@@ -119,10 +119,10 @@ def _free_ended() -> None:
 
 
 class Captured:
-    """What `capture` returns. It is called like the function."""
+    """What `capture` returns. It is called like the function, which may draw random numbers unless `draws` is False."""
 
-    def __init__(self, function: Callable[..., Any], max_graphs: int) -> None:
-        self._function, self._max_graphs = function, max_graphs
+    def __init__(self, function: Callable[..., Any], max_graphs: int, *, draws: bool = True) -> None:
+        self._function, self._max_graphs, self._draws = function, max_graphs, draws
         self._graphs: OrderedDict[Any, Graph] = OrderedDict()
         self._warming: OrderedDict[Any, list[WarmUp]] = OrderedDict()  # for keys without a graph
         self._in_vain = 0  # how many of these keys were forgotten
@@ -236,6 +236,7 @@ class Captured:
                 graph = captured(
                     lambda: results.append(tree_map(_owned, self._function(*arguments, **named))),
                     pool or torch.cuda.graph_pool_handle(),
+                    draws=self._draws,
                 )
         except CaptureError:
             raise

@@ -3,7 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -48,17 +48,17 @@ def nothing_captured() -> Iterator[bool]:
             capturing.release()
 
 
-def captured(run: Callable[[], object], pool: Any) -> "torch.cuda.CUDAGraph | None":
+def captured(run: Callable[[], object], pool: Any, *, draws: bool = False) -> "torch.cuda.CUDAGraph | None":
     """Return the graph of what `run` enqueues on the current stream, with memory of the pool of this id. Return None if another thread captures
     now, which may wait for this one. Garbage is not collected meanwhile: what ended then, and gave memory back to CUDA or waited for the GPU,
-    would spoil the capture."""
+    would spoil the capture. With `draws`, `run` may draw random numbers, and no other thread may until the capture ends."""
     if not capturing.acquire(blocking=False):
         return None
     graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
     _under_way.append(graph)
     gc.disable()
     try:
-        _capture(graph, run, pool)
+        _capture(graph, run, pool, draws)
     except BaseException:
         with suppress(RuntimeError):  # CUDA is broken
             _mend(pool)
@@ -71,12 +71,26 @@ def captured(run: Callable[[], object], pool: Any) -> "torch.cuda.CUDAGraph | No
     return graph
 
 
-def _capture(graph: "torch.cuda.CUDAGraph", run: Callable[[], object], pool: Any) -> None:
-    graph.capture_begin(pool, capture_error_mode="thread_local")
+def _capture(graph: "torch.cuda.CUDAGraph", run: Callable[[], object], pool: Any, draws: bool = False) -> None:
+    with nullcontext() if draws else _others_may_draw():
+        graph.capture_begin(pool, capture_error_mode="thread_local")
     try:
         run()
     finally:
         graph.capture_end()
+
+
+@contextmanager
+def _others_may_draw() -> Iterator[None]:
+    """A capture that begins in the block gets a random state of its own. Otherwise torch refuses to draw any
+    outside of the graph until the capture ends, such as for the dropout of a training that runs in another thread of the program."""
+    usual = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = usual.graphsafe_get_state()
+    usual.graphsafe_set_state(usual.clone_state())
+    try:
+        yield
+    finally:
+        usual.graphsafe_set_state(state)
 
 
 def _mend(pool: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from symbiosis.client.capture import capture
+from symbiosis.client.capture import Captured
 from symbiosis.errors import CaptureError
 from symbiosis.kernels import with_triton
 from symbiosis.serving.kv_cache.paged_memory import PagedMemory
@@ -94,7 +94,9 @@ class CudaGraphRunner:
         """Capture steps from now on, which have up to so many sequences and rows, and up to so many blocks of each sequence."""
         self._resize(rows, sequences)
         self._slots.reserve(sequences, blocks)
-        self._captured = capture(self._logits, max_graphs=MOST_GRAPHS) if self._device.type == "cuda" else self._logits
+        self._captured = (
+            Captured(self._logits, MOST_GRAPHS, draws=False) if self._device.type == "cuda" else self._logits
+        )
 
     def make_room(self, step: SchedulerOutput) -> None:
         """Make room for a step. To be called before anything else about it."""
