@@ -278,7 +278,7 @@ class Nuisance:
         stack = View((64, HIDDEN, width), (0, 1, HIDDEN), 0)
         seed = Call(Op.FORWARD, mlp, "int32", (40_000, HIDDEN), seeded=True)
         calls: list[Callable[[Session], object]] = [
-            lambda session: session._send(seed, (torch.ones(SEED_BYTES, dtype=torch.uint8),)),
+            lambda session: session.send(seed, (torch.ones(SEED_BYTES, dtype=torch.uint8),)),
             lambda session: session.call(Op.PRODUCT, mlp, few, view=stack),
             lambda session: session.call(Op.GROUPED, mlp, many, view=View((2, HIDDEN, 128), (HIDDEN * 128, 128, 1), 0), ends=ends),
             lambda session: session.call(Op.LEFT, mlp, many.t().contiguous(), view=View((width, HIDDEN), (HIDDEN, 1), 0)),

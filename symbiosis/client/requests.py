@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from msgspec.structs import replace
 from torch import Tensor
-from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _is_tracing, _len_torch_dispatch_stack
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -81,10 +81,10 @@ def lies_by_columns(op: Op, x: Tensor) -> bool:
 
 
 def goes_in_parts(call: Call, shapes: Shapes) -> bool:
-    """Whether a call is so large that its rows go in several calls. The results of a group lie one member after another, so they can
+    """Whether the rows of a large call (`LARGEST`) can go in several calls. The results of a group lie one member after another, so they can
     be taken apart only if their shapes are known."""
     members_apart = not call.also or (call.op is Op.FORWARD and bool(shapes))
-    return call.nbytes > LARGEST and call.rows > FEWEST and call.by_rows and members_apart
+    return call.rows > FEWEST and call.by_rows and members_apart
 
 
 def pieces_of(x_TK: Tensor) -> Sequence[Tensor]:
@@ -110,20 +110,10 @@ def is_watched() -> bool:
     return is_compiling() or _len_torch_dispatch_stack() > 0 or _is_tracing()
 
 
-def is_observed() -> bool:
-    """Whether torch's operations are watched, or a function mode of the user's sees their tensors and could write to them. (A default
-    device is such a mode, too, and writes to nothing.)"""
-    if is_compiling() or _len_torch_dispatch_stack() > 0 or _is_tracing():  # `is_watched`, which would cost a call
-        return True
-    return _len_torch_function_stack() > 0 and any(
-        not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
-    )
-
-
-def saves_are_hooked() -> bool:
-    """Whether somebody takes what is saved for the backward: a checkpoint, which has to find the same again when it computes anew, or what moves
-    it to another memory. Then a linear layer saves nothing, whichever way its product goes, and experts are not called."""
-    return _top_saved_tensors_default_hooks(False) is not None
+def are_tensors_seen() -> bool:
+    """Whether a function mode of the user's sees the tensors of torch's operations, and could write to them. (A default device is such a
+    mode, too, and writes to nothing.)"""
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 def will_be_made_again() -> bool:

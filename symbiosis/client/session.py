@@ -18,11 +18,11 @@ from torch import Tensor
 
 from symbiosis import transport
 from symbiosis.base.forks import look_for_fork
-from symbiosis.client import arguments
+from symbiosis.client import arguments, requests
 from symbiosis.client.connection import lifetime
 from symbiosis.client.connection.lanes import Lane, Lanes
 from symbiosis.client.connection.rank_sessions import ServiceSessions, beside, twins
-from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S, Reconnecting
+from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S, Reconnecting, call_once
 from symbiosis.client.connection.spread import Spread
 from symbiosis.client.direct.mapped import Mapped, answered_despite
 from symbiosis.client.layers.groups import GroupMember, Groups
@@ -49,6 +49,13 @@ LANE_AFTER_S = 0.5e-3  # a thread that waited so long for the others gets a conn
 MOST_LANES, OF_A_TENANT = 16, 4  # in a process: of the sessions that a tenant may have, one in so many
 LANE_JOIN_S = 2.0
 OPTIONS = ("patience", "timeout", "exact", "share")
+
+
+class OfThread(threading.local):
+    """What a session knows of the present thread: the groups that its calls have shown."""
+
+    def __init__(self, known: dict[GroupMember, tuple[GroupMember, ...]]) -> None:
+        self.groups = Groups(known)
 
 
 class Session(Reconnecting):
@@ -78,21 +85,12 @@ class Session(Reconnecting):
         self.spread: Spread[Session] | None = None
         self.exact = arguments.flag("exact", exact)
         self.known_groups: dict[GroupMember, tuple[GroupMember, ...]] = {}
-        self._local = threading.local()
+        self.thread = OfThread(self.known_groups)
         self._lanes = Lanes()
         self._counting = threading.Lock()
         self._lines: dict[torch.device, CudaConnection | None] = {}  # for the calls of GPUs
         self.number = lifetime.register(self)  # at last: others look at those that are registered
         self._key = f"{os.getpid()}-{self.number}-{time.time_ns()}"
-
-    @property
-    def groups(self) -> Groups:
-        """The groups that this thread's calls have shown."""
-        try:
-            return self._local.groups  # type: ignore[no-any-return]
-        except AttributeError:
-            groups = self._local.groups = Groups(self.known_groups)
-            return groups
 
     @property
     def service(self) -> "ServiceSessions[Session] | None":
@@ -182,6 +180,8 @@ class Session(Reconnecting):
         if x.is_cuda and (line := self._line(x.device)):
             made = self._locally(call, payload, x.device, shapes)
             return made or by_line(self, lambda: line.rows(call, x, shapes), call, payload, shapes)
+        if x.is_cpu and call.nbytes <= requests.LARGEST and not (self.mapped or self.spread):
+            return self.send(call, payload, shapes)
         return self._by_cpu(call, payload, x.device, shapes)
 
     def _locally(
@@ -200,11 +200,10 @@ class Session(Reconnecting):
         large."""
         if (self.mapped or self.spread) and (made := self._locally(call, payload, device, shapes)):
             return made
-        look_for_fork()
-        if goes_in_parts(call, shapes):
+        if call.nbytes > requests.LARGEST and goes_in_parts(call, shapes):
             return in_parts(call, payload[0], shapes, lambda part, rows, of: self._by_cpu(part, rows, device, of))
         if device.type == "cpu":
-            return self._send(call, payload, shapes)
+            return self.send(call, payload, shapes)
         if device.type == "meta":  # which holds no rows: no more than a shape is asked for
             shapes = shapes or (shape_of_reply(call, self.manifest),)
             return [torch.empty(shape, dtype=TORCH_DTYPE[call.dtype], device=device) for shape in shapes]
@@ -212,7 +211,7 @@ class Session(Reconnecting):
             raise CaptureError(
                 f"{call.op.name} of {self.name(call.layer)} is made by the CPU, which a CUDA graph cannot capture: use local://"
             )
-        return [result.to(device) for result in self._send(call, payload, shapes)]
+        return [result.to(device) for result in self.send(call, payload, shapes)]
 
     def _line(self, device: torch.device) -> "CudaConnection | None":
         """Return the line that carries this GPU's calls, or None if they must go through the host."""
@@ -259,7 +258,9 @@ class Session(Reconnecting):
     def lines(self) -> "list[CudaConnection]":
         return [line for line in self._lines.values() if line is not None]
 
-    def _send(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()) -> list[Tensor]:
+    def send(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()) -> list[Tensor]:
+        """Send a call to the executor, again and again until there is an answer, and return the results."""
+        look_for_fork()
         begun = time.perf_counter()
         lane = self._lanes.mine.lane
         if (lane is None or lane.closed) and self._lock.locked():
@@ -268,7 +269,11 @@ class Session(Reconnecting):
             made = lane.attempt(call, payload, self.timeout, shapes) if lane else None
             if made is None:
                 with self._lock:
-                    made = self._persist(call, payload, shapes)
+                    try:
+                        connection = self._connection or self._connected()
+                        made = call_once(connection, next(self._seq), call, payload, self.timeout, shapes)
+                    except BaseException as error:
+                        made = self._call_again(error, call, payload, shapes)
                     if made is None:
                         assert self.mapped
                         return self.mapped.answer(call, payload, shapes)
@@ -276,7 +281,7 @@ class Session(Reconnecting):
             return answered_despite(error, self.mapped, call, payload, shapes)
         reply, results = made
         with self._counting:
-            self.stats.count(call, reply, time.perf_counter() - begun)
+            self.stats.count(call, reply, sum([y.nbytes for y in results]), time.perf_counter() - begun)
         return results
 
     def _contended(self) -> Lane | None:
@@ -416,5 +421,5 @@ def by_line(
         results = make()
     except CallNotTaken as error:
         return answered_despite(error, session.mapped, call, payload, shapes)
-    session.stats.enqueue(call)
+    session.stats.count(call)
     return results

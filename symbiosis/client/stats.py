@@ -30,21 +30,19 @@ class Stats:
         """Calls per product, as this client's calls met others."""
         return self.batched_calls / self.calls if self.calls else 0.0
 
-    def count(self, call: Call, reply: Reply, seconds: float) -> None:
-        self.enqueue(call)
-        self.bytes_received += reply.nbytes
-        self.wait_s += reply.wait_us * 1e-6
-        self.compute_s += reply.compute_us * 1e-6
-        self.round_trip_s += seconds
-        self.batched_calls += reply.batch
-
-    def enqueue(self, call: Call) -> None:
-        """Count a call that a GPU makes, of which no more is known."""
+    def count(self, call: Call, reply: Reply | None = None, received: int = 0, seconds: float = 0.0) -> None:
+        """Count a call. Of one that a GPU makes, no more is known."""
         rows, nbytes, op = _figures(call)
         self.calls += 1
         self.rows += rows
         self.bytes_sent += nbytes
         self.by_op[op] = self.by_op.get(op, 0) + 1
+        if reply is not None:
+            self.bytes_received += received
+            self.wait_s += reply.wait_us * 1e-6
+            self.compute_s += reply.compute_us * 1e-6
+            self.round_trip_s += seconds
+            self.batched_calls += reply.batch
 
     def add(self, other: "Stats") -> None:
         """Count what `other` counted, once more."""

@@ -191,7 +191,10 @@ def split_call(raw: bytes) -> tuple[int, bytes]:
     """Return the number of the call in `raw`, and the rest of its header."""
     if len(raw) != CALL_SIZE:
         raise ProtocolError(Code.BAD_FRAME, f"a call header has {CALL_SIZE} bytes, not {len(raw)}")
-    return _number(raw, MAGIC_CALL), raw[HEAD_SIZE:]
+    magic, version, nothing, seq = _HEAD.unpack_from(raw)
+    if magic != MAGIC_CALL or version != VERSION or nothing:
+        raise _no_message(magic != MAGIC_CALL or nothing, version)
+    return seq, raw[HEAD_SIZE:]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -231,20 +234,19 @@ def decode_reply(raw: bytes) -> Reply:
     """Return the reply in `raw`. Raise `ProtocolError`, and nothing else, if it is no reply."""
     if len(raw) != REPLY_SIZE:
         raise ProtocolError(Code.BAD_FRAME, f"a reply header has {REPLY_SIZE} bytes, not {len(raw)}")
-    seq = _number(raw, MAGIC_REPLY)
-    _, _, _, _, code, dims, dtype, batch, wait, compute, *shape = _REPLY.unpack(raw)
+    magic, version, nothing, seq, code, dims, dtype, batch, wait, compute, *shape = _REPLY.unpack(raw)
+    if magic != MAGIC_REPLY or version != VERSION or nothing:
+        raise _no_message(magic != MAGIC_REPLY or nothing, version)
     if code not in _CODES or dtype >= len(DTYPES) or dims > MAX_DIM or max(shape) > _MAX:
         raise ProtocolError(Code.BAD_FRAME, "a reply header holds an unknown code, dtype or shape")
     return Reply(seq, _CODES[code], DTYPES[dtype], tuple(shape[:dims]), batch, wait, compute)
 
 
-def _number(raw: bytes, expected: bytes) -> int:
-    magic, version, nothing, seq = _HEAD.unpack_from(raw)
-    if magic != expected or nothing:
-        raise ProtocolError(Code.BAD_FRAME, "these bytes are not a Symbiosis message")
-    if version != VERSION:
-        raise ProtocolError(
-            Code.BAD_VERSION,
-            f"the peer speaks protocol version {version}, this side {VERSION} (symbiosis {build()}): install the same release on both sides",
-        )
-    return int(seq)
+def _no_message(other: bool, version: int) -> ProtocolError:
+    """Return what is wrong with a header: it is something `other` than a message, or of another version."""
+    if other:
+        return ProtocolError(Code.BAD_FRAME, "these bytes are not a Symbiosis message")
+    return ProtocolError(
+        Code.BAD_VERSION,
+        f"the peer speaks protocol version {version}, this side {VERSION} (symbiosis {build()}): install the same release on both sides",
+    )

@@ -27,14 +27,8 @@ CONTENDED_S = 30e-6  # if a yield takes so long, another thread needs the core
 CAN_SPIN = platform.machine() in ("x86_64", "AMD64")
 DESCRIPTORS_EVERY = 16  # a pass that found a bell skips the descriptors, except every 16th pass
 
-_fence = Lock()
+FENCE = Lock()  # taking it is a full barrier: this thread's writes are visible to others before its next reads
 logger = logging.getLogger("symbiosis")
-
-
-def fence() -> None:
-    """Make this thread's writes visible to others before its next reads. Taking a lock is a full barrier."""
-    with _fence:
-        pass
 
 
 def spin(look: Callable[[], bool], limit: float = SPIN_S, glance: Callable[[], bool] | None = None) -> bool:
@@ -159,7 +153,8 @@ class Reactor:
     def _sleep(self, timeout: float) -> None:
         self._tell_bells(True)
         timeout = min((timeout, *self._asked("nap")))
-        fence()
+        with FENCE:
+            pass
         found = self._scan()
         events = self._epoll.poll(0.0 if found else timeout)
         self._tell_bells(False)

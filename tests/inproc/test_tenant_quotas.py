@@ -166,7 +166,7 @@ def test_a_seed_is_expanded_when_its_turn_comes(
     layer = next(n for n, layer in enumerate(session.manifest) if layer.kind == "linear")
     width = session.manifest[layer].shape[1]
     seed = torch.arange(SEED_BYTES, dtype=torch.uint8)
-    sent = session._send(Call(Op.FORWARD, layer, "int32", (1000, width), seeded=True), (seed,))[0]
+    sent = session.send(Call(Op.FORWARD, layer, "int32", (1000, width), seeded=True), (seed,))[0]
     assert sum(sizes) == 1000 and max(sizes) <= 256
     rows = grow(seed.numpy().tobytes(), (1000, width), torch.int32)
     assert torch.equal(sent, session.call(Op.FORWARD, layer, rows))

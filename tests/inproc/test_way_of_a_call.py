@@ -18,7 +18,7 @@ from tests.conftest import tiny_llama
 
 MOST = 137  # functions of ours in all, with those that the executor enters to book the call: a new one costs every call
 # By these a side goes to sleep, which on a slow machine, beside this recorder, it does in every call.
-ASLEEP = ("LocalConnection._sleep", "Reactor._sleep", "Reactor._tell_bells", "Reactor._asked", "LocalPeer.sleeping")
+ASLEEP = ("Reactor._sleep", "Reactor._tell_bells", "Reactor._asked", "LocalPeer.sleeping")
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`", re.MULTILINE)
 

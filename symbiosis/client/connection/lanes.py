@@ -13,7 +13,7 @@ from torch import Tensor
 
 from symbiosis import transport
 from symbiosis.client.connection.lifetime import beat_every, beat_from_now_on
-from symbiosis.client.connection.reconnect import Answer, exchange
+from symbiosis.client.connection.reconnect import Answer, call_once
 from symbiosis.errors import CallError, Code, ConnectionLost, ProtocolError, SymbiosisError
 from symbiosis.protocol import Call
 from symbiosis.transport.reply_checks import MoreRoom
@@ -39,7 +39,7 @@ class Lane:
                 return None
             self.used = monotonic()
             try:
-                return exchange(self.connection, next(self._seq), call, payload, timeout, shapes)
+                return call_once(self.connection, next(self._seq), call, payload, timeout, shapes)
             except (ConnectionLost, MoreRoom):
                 self._close()
             except CallError as error:

@@ -116,40 +116,44 @@ class Reconnecting:
 
     # ------------------------------------------------------------------ calls
 
-    def _persist(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> Answer | None:
-        """Make a call. If the connection is lost, join the next replica, or the same executor again, until the patience is over.
-        Returns None if the executor is away and the weights are mapped, so that the caller can compute locally."""
+    def _call_again(
+        self, error: BaseException, call: Call, payload: tuple[Tensor, ...], shapes: Shapes
+    ) -> Answer | None:
+        """Make a call that failed again: if the connection is lost, join the next replica, or the same executor again, until the
+        patience is over. Returns None if the executor is away and the weights are mapped, so that the caller can compute locally."""
         end, pause, lost, least = time.perf_counter() + self.patience, FIRST_PAUSE_S, 0, FIRST_WAIT_S
         try:
             while True:
-                try:
-                    connection = self._connection or self._connected()
-                    return exchange(connection, next(self._seq), call, payload, self.timeout, shapes)
-                except MoreRoom as wanted:
-                    self._room = 2 * wanted.nbytes
+                if isinstance(error, MoreRoom):
+                    self._room = 2 * error.nbytes
                     self._join_anew()
-                    continue
-                except (ConnectionLost, CallError) as error:
-                    if _says_when(error) and time.perf_counter() + error.retry_s <= end:
-                        self._slow_down(error, least)
-                        least = min(2 * least, LONGEST_WAIT_S)
-                        continue
-                    if (mapped := mapped_on_cpu(self.mapped)) is not None and is_away(error) and mapped.knows(call):
-                        self._disconnect()
-                        return None
-                    self._look_elsewhere(error)
-                except BaseException:  # interrupted: the next call must not meet this one's reply
+                elif not isinstance(
+                    error, ConnectionLost | CallError
+                ):  # interrupted: the next call must not meet this one's reply
                     self._disconnect()
-                    raise
-                lost += 1
-                if not lost % len(self.endpoints):  # all were asked
-                    time.sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE_S)
+                    raise error
+                elif _says_when(error) and time.perf_counter() + error.retry_s <= end:
+                    self._slow_down(error, least)
+                    least = min(2 * least, LONGEST_WAIT_S)
+                elif (mapped := mapped_on_cpu(self.mapped)) is not None and is_away(error) and mapped.knows(call):
+                    self._disconnect()
+                    return None
+                else:
+                    self._look_elsewhere(error)
+                    lost += 1
+                    if not lost % len(self.endpoints):  # all were asked
+                        time.sleep(pause)
+                        pause = min(2 * pause, LONGEST_PAUSE_S)
+                try:
+                    return call_once(self._connected(), next(self._seq), call, payload, self.timeout, shapes)
+                except BaseException as another:
+                    error = another
         finally:
             if self._waiting is not None:
                 self._waiting.end(self.endpoint if self._connection else None)
                 self._waiting = None
                 self._refusing.clear()  # the next wait asks all of them again
+            del error  # which holds this frame, and the rows with it
 
     def _look_elsewhere(self, error: Exception) -> None:
         """Turn to another executor after a call was lost. Raises if there will be no other attempt."""
@@ -396,7 +400,7 @@ def held_by_heartbeat(session: Reconnecting) -> Iterator[bool]:
         session._lock.release()
 
 
-def exchange(
+def call_once(
     connection: transport.Connection,
     seq: int,
     call: Call,

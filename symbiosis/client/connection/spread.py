@@ -48,7 +48,7 @@ class Caller(Protocol):
 
     stats: Stats
 
-    def _send(self, call: Call, payload: Payload, shapes: Shapes = ()) -> list[Tensor]: ...
+    def send(self, call: Call, payload: Payload, shapes: Shapes = ()) -> list[Tensor]: ...
 
     def _line(self, device: torch.device) -> "CudaConnection | None": ...
 
@@ -144,7 +144,7 @@ class Spread(Generic[Session]):
         callers = self.callers
 
         def made(rank: int) -> list[Tensor]:
-            return [callers[rank]._send(shares[rank].call, _part(payload, shares[rank]))[0] for shares in each]
+            return [callers[rank].send(shares[rank].call, _part(payload, shares[rank]))[0] for shares in each]
 
         if self._pool is None or self._process != os.getpid():  # a forked child has none of its parent's threads
             self._pool, self._process = ThreadPoolExecutor(len(self._others), "symbiosis-spread"), os.getpid()
@@ -193,7 +193,7 @@ def _part(payload: Payload, share: RankShare) -> Payload:
 def _enqueued(caller: Caller, device: torch.device, payload: Payload, share: RankShare) -> Tensor:
     line = caller._line(device)
     assert line is not None
-    caller.stats.enqueue(share.call)
+    caller.stats.count(share.call)
     call, part = share.call, _part(payload, share)
     if len(part) == 1 and part[0].dtype == TORCH_DTYPE[call.dtype] and call.view is not None:
         return line.rows(call, part[0], ((call.rows, call.view.size[-1]),))[0]  # by one kernel, if it is small

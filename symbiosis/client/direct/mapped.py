@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks as hooks_on_saved
+from torch.compiler import is_compiling
 
 from symbiosis.client.direct.rule import DECODE_ROWS, should_send
-from symbiosis.client.requests import is_observed, saves_are_hooked, unshared, will_be_made_again
+from symbiosis.client.requests import are_tensors_seen, unshared, will_be_made_again
 from symbiosis.errors import CallError, Code
 from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms
@@ -118,13 +121,21 @@ class Mapped:
 
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
         """Return the weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
-        matrix = self._matrices.get(number)
-        if matrix is None or matrix.dtype is not dtype or is_observed():
+        matrix = self._matrices.get(
+            number
+        )  # an eager layer pays for each function, so the usual case calls `is_none` alone
+        if matrix is None or matrix.dtype is not dtype or not (x.is_cpu if self._on_cpu else x.device == self.device):
             return None
-        if not (x.is_cpu if self._on_cpu else x.device == self.device):  # `_has`, which would cost a call
+        if is_compiling() or _is_tracing() or _len_torch_dispatch_stack():  # `is_watched`
             return None
-        recorded, rows = torch.is_grad_enabled(), x.numel() // matrix.width
-        if (recorded and saves_are_hooked()) or self._should_send(rows, training and recorded):
+        if _len_torch_function_stack() and are_tensors_seen():
+            return None
+        recorded = torch.is_grad_enabled()
+        if recorded and hooks_on_saved(False):  # then this layer saves nothing, whichever way its product goes
+            return None
+        rows, page, training = x.numel() // matrix.width, self._page, training and recorded
+        usual = (training or rows > DECODE_ROWS) and self.fixed is None and self._priority is None
+        if not (usual and (page is None or page.is_none)) and self._should_send(rows, training):
             return None
         if recorded and x.requires_grad:  # the gradient's product, too
             self.calls += 1
@@ -167,7 +178,7 @@ class Mapped:
         }
         if len(found) < len(wanted):
             return {}
-        if self._should_send(rows, training and recorded) and not (recorded and saves_are_hooked()):
+        if self._should_send(rows, training and recorded) and not (recorded and hooks_on_saved(False)):
             return {}
         products = 2 if recorded and x.requires_grad and not will_be_made_again() else 1
         for weight in found.values():

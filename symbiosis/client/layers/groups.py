@@ -7,7 +7,7 @@ flow changes loses some speed and no correctness, and a member that keeps being 
 """
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,75 +26,65 @@ class GroupMember(NamedTuple):
     bias: bool
 
 
-@dataclass(slots=True)
-class Streak:
-    """Consecutive calls with one tensor: the layers that made them, and results for layers that have not called yet."""
+class Groups:
+    """The groups that one thread's calls to one executor have shown, besides those known before, and the run of calls with one tensor
+    that is under way."""
 
-    x: "weakref.ref[Tensor] | None" = None
-    version: int = -1
-    dtype: torch.dtype | None = None
-    called: tuple[GroupMember, ...] = ()
-    ready: dict[GroupMember, Tensor] | None = None
-    made_of: Tensor | None = None  # what `x` held then, where that can be compared without waiting
+    def __init__(self, known: Mapping[GroupMember, tuple[GroupMember, ...]]) -> None:
+        self._known = known
+        self._learned: dict[GroupMember, tuple[GroupMember, ...]] = {}
+        self._misses: dict[GroupMember, int] = {}
+        self._x: weakref.ref[Tensor] | None = None  # the tensor of the run, its version, and the dtype of the products
+        self._version, self._dtype = -1, torch.float32
+        self._called: tuple[GroupMember, ...] = ()
+        self.ready: dict[GroupMember, Tensor] = {}  # results for layers that have not called yet
+        self._made_of: Tensor | None = None  # what the tensor held then, where that can be compared without waiting
 
-    def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
-        return self.x is not None and self.x() is x and self.version == x._version and self.dtype == dtype
-
-    def take(self, x: Tensor, member: GroupMember) -> Tensor | None:
-        """Return the result for `member`, if `x` still has the values that it was made of."""
-        if not self.ready or member not in self.ready:
+    def fetch(self, x: Tensor, dtype: torch.dtype, member: GroupMember) -> Tensor | None:
+        """Return the product of `member` with `x` (as `dtype`), if it is `ready` and `x` still has the values that it was made of."""
+        if member not in self.ready or self._x is None or self._x() is not x:
             return None
-        if self.made_of is not None and not torch.equal(self.made_of, x):  # written to past autograd
+        if self._version != x._version or self._dtype != dtype:
+            return None
+        if self._made_of is not None and not torch.equal(self._made_of, x):  # written to past autograd
             return None
         made = self.ready.pop(member)
         if not self.ready:
-            self.made_of = None
+            self._made_of = None
         return made
-
-
-class Groups:
-    """The groups that one thread's calls to one executor have shown, besides those known before."""
-
-    def __init__(self, known: dict[GroupMember, tuple[GroupMember, ...]]) -> None:
-        self._run = Streak()
-        self._known = dict(known)
-        self._misses: dict[GroupMember, int] = {}
-
-    def fetch(self, x: Tensor, dtype: torch.dtype, member: GroupMember) -> Tensor | None:
-        """Return the product of `member` with `x` (as `dtype`), if it was made already."""
-        run = self._run
-        return run.take(x, member) if run.ready and run.is_of(x, dtype) else None
 
     def begin(self, x: Tensor, dtype: torch.dtype, member: GroupMember) -> tuple[GroupMember, ...]:
         """Return the layers to ask for in the call that `member` makes now: `member` first, perhaps alone."""
         if x.is_inference() or torch.is_inference_mode_enabled():  # results that wait would be of no use outside
             return (member,)
-        run = self._run
-        if run.is_of(x, dtype):
-            if len(run.called) <= MAX_GROUP:  # one more is too many, and that is all there is to know
-                run.called = (*run.called, member)
+        if self._x is not None and self._x() is x and self._version == x._version and self._dtype == dtype:
+            if len(self._called) <= MAX_GROUP:  # one more is too many, and that is all there is to know
+                self._called = (*self._called, member)
             return (member,)
-        self._learn(run)
-        self._run = Streak(weakref.ref(x), x._version, dtype, (member,))
-        return self._known.get(member) or (member,)
+        if self.ready or len(self._called) > 1:
+            self._learn()
+        self._x, self._version, self._dtype, self._called = weakref.ref(x), x._version, dtype, (member,)
+        self.ready, self._made_of = {}, None
+        return self._learned.get(member) or self._known.get(member) or (member,)
 
     def keep(self, x: Tensor, group: tuple[GroupMember, ...], made: list[Tensor]) -> Tensor:
         """Return the first member's result, and keep the others until their layers are called."""
-        run = self._run
-        run.called, run.ready = group, dict(zip(group[1:], made[1:], strict=True))
-        run.made_of = x.detach().clone() if x.is_cpu else None
+        self._called, self.ready = group, dict(zip(group[1:], made[1:], strict=True))
+        self._made_of = x.detach().clone() if x.is_cpu else None
         return made[0]
 
-    def _learn(self, run: Streak) -> None:
+    def _learn(self) -> None:
         """Learn from a run that is over."""
-        leader = run.called[0] if run.called else None
-        if leader is None:
-            return
-        if run.ready:
+        leader, called = self._called[0], self._called
+        if self.ready:
             self._misses[leader] = self._misses.get(leader, 0) + 1
             if self._misses[leader] >= MISSES_ALLOWED:
-                self._known[leader] = (leader,)
-        elif leader not in self._known and 1 < len(run.called) <= MAX_GROUP:
-            distinct = len(set(run.called)) == len(run.called)
-            if distinct and all(member.bias == leader.bias for member in run.called):
-                self._known[leader] = run.called
+                self._learned[leader] = (leader,)
+        elif self._can_be_group(called):
+            self._learned[leader] = called
+
+    def _can_be_group(self, called: tuple[GroupMember, ...]) -> bool:
+        """Whether these layers, of which nothing is known yet, can be asked for together."""
+        if called[0] in self._learned or called[0] in self._known or len(called) > MAX_GROUP:
+            return False
+        return len(set(called)) == len(called) and len({member.bias for member in called}) == 1

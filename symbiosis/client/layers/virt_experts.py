@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from symbiosis.client.layers.virt_layer import ORIGINAL, PROXY, is_as_served
-from symbiosis.client.requests import is_observed
+from symbiosis.client.requests import are_tensors_seen, is_watched
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.protocol import Layer
 
@@ -41,7 +41,7 @@ class VirtExperts(nn.Module):
 
     @torch.jit.ignore
     def forward(self, *args: Any, **named: Any) -> Any:
-        weights = {} if is_observed() else _mapped(self, tree_leaves((args, named)))
+        weights = {} if is_watched() or are_tensors_seen() else _mapped(self, tree_leaves((args, named)))
         if not weights:
             return super().forward(*args, **named)
         outer = _running.module, _running.weights

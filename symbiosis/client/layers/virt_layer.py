@@ -164,10 +164,11 @@ def _flops_of_product(x_shape: torch.Size, session: int, layer: int, op: int, wi
     return 2 * x_shape.numel() * width
 
 
-def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
+def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, bias: Tensor | None, width: int) -> Tensor:
     """Have the executor compute `layer`, together with other layers that are known to receive the same tensor."""
-    handle, bias, given = weight.handle, own_tensor(layer, "bias"), x
-    x = _as_autocast(x)
+    handle, given = weight.handle, x
+    if torch._C._is_any_autocast_enabled():
+        x = _as_autocast(x)
     if x.dtype is not weight.dtype:
         _refuse_other_rows(x, weight)
     watched = is_watched()
@@ -177,26 +178,26 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
         y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, added, priority, False)
     else:
         y = _grouped_product(layer, given, x, handle.session, GroupMember(handle.index, width, added))
-    return add_rest_to_rows(y, bias, handle.bias if added else None) if left else y
+    return y if bias is None or not left else add_rest_to_rows(y, bias, handle.bias if added else None)
 
 
-def _product_of_strided(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
+def _product_of_strided(layer: nn.Module, x: Tensor, weight: RemoteWeight, bias: Tensor | None, width: int) -> Tensor:
     """Multiply rows that do not lie one after another as `F.linear` would by the unsplit weight: as one matrix if the weight is not
     frozen, else matrix by matrix. The bias is added afterwards."""
-    bias, handle, session = own_tensor(layer, "bias"), weight.handle, weight.handle.session
+    handle, session = weight.handle, weight.handle.session
     if not handle.is_frozen and (mapped := _mapped(layer, weight, x)) is not None:
         y = unshared(F.linear(x.reshape(-1, x.shape[-1]), mapped), (*x.shape[:-1], width))
     else:
         if x.dtype is not weight.dtype:
             _refuse_other_rows(x, weight)
         stacked = handle.is_frozen and not is_one_matrix(x) and can_be_stacked(x, session)
-        training = layer.training and torch.is_grad_enabled()
+        priority = priority_of(x, layer.training and torch.is_grad_enabled())
         if is_watched():
-            traced = session.number, handle.index, int(Op.FORWARD), width, False, int(priority_of(x, training)), stacked
+            traced = session.number, handle.index, int(Op.FORWARD), width, False, int(priority), stacked
             y = torch.ops.symbiosis.product(x, *traced)
         elif stacked:
             refuse_transforms(x)
-            own = session, handle.index, Op.FORWARD, width, False, priority_of(x, training), True
+            own = session, handle.index, Op.FORWARD, width, False, priority, True
             y = _tracked_product(x, own, None)
         else:
             y = _grouped_product(layer, x, x, session, GroupMember(handle.index, width, False))
@@ -225,34 +226,29 @@ def _refuse_other_rows(x: Any, weight: RemoteWeight) -> None:
 def _grouped_product(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: GroupMember) -> Tensor:
     """Return the product of `x`, from a group's earlier call if it was made there. `given` is the layer's input before any cast."""
     refuse_transforms(x)
-    groups = session.groups
-    made = groups.fetch(given, x.dtype, member)
-    tracked = x.requires_grad and torch.is_grad_enabled()
+    groups, recorded = session.thread.groups, torch.is_grad_enabled()
+    tracked = x.requires_grad and recorded
+    made = groups.fetch(given, x.dtype, member) if groups.ready else None
     if made is not None and made.requires_grad:
         return made if tracked else made.detach()
-    if made is not None and not tracked:
-        return made
-    priority = priority_of(x, layer.training and torch.is_grad_enabled())
+    priority = priority_of(x, layer.training and recorded)
     how = session, member.layer, Op.FORWARD, member.width, member.bias, priority, False
     if made is None and is_by_columns(x):  # by itself, as it lies
         return _tracked_product(x, how, None)
     if made is None:
         group = groups.begin(given, x.dtype, member)
-        if len(group) > 1 and x.numel():
-            if tracked and not session.exact:
-                return groups.keep(given, group, list(GroupProduct.apply(x, session, group, priority)))  # type: ignore[no-untyped-call]
-            made = groups.keep(given, group, session.rows(Op.FORWARD, group, x.detach() if tracked else x, priority))
-    if tracked:
-        return _tracked_product(x, how, None if made is None else (made,))
-    if made is None and x.numel():
-        return session.rows(Op.FORWARD, (member,), x, priority)[0]
-    return x.new_zeros(*x.shape[:-1], member.width) if made is None else made
+        if not x.numel():
+            made = x.new_zeros(*x.shape[:-1], member.width)
+        elif tracked and len(group) > 1 and not session.exact:
+            return groups.keep(given, group, list(GroupProduct.apply(x, session, group, priority)))  # type: ignore[no-untyped-call]
+        else:
+            results = session.rows(Op.FORWARD, group, x.detach() if tracked else x, priority)
+            made = groups.keep(given, group, results) if len(group) > 1 else results[0]
+    return _tracked_product(x, how, (made,)) if tracked else made
 
 
 def _as_autocast(x: Tensor) -> Tensor:
     """Cast `x` as autocast would, which leaves double precision alone."""
-    if not torch._C._is_any_autocast_enabled():
-        return x
     kind = "cuda" if x.is_cuda else x.device.type
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
@@ -328,15 +324,18 @@ class VirtLinear(nn.Linear):
         if not isinstance(weight, RemoteWeight) or not weight.is_whole or weight.handle.private is not None:
             return F.linear(x, local_value(weight), bias)
         handle = weight.handle
-        if (frozen := handle.is_frozen) and (mapped := handle.session.mapped) is not None:
+        frozen, mapped, matrix = handle.is_frozen, handle.session.mapped, None
+        if frozen and mapped is not None:
             matrix = mapped.weight_for_local_product(handle.index, weight.dtype, x, self.training)
-            if matrix is not None:
-                return F.linear(x, matrix, bias)
-        if is_strided(x, bias is not None) and is_strided(x := _as_autocast(x), bias is not None):
-            return _product_of_strided(self, x, weight, self.out_features)
-        if not frozen and (matrix := _mapped(self, weight, x)) is not None:
+        if matrix is None and is_strided(x, bias is not None):
+            x = _as_autocast(x)
+            if is_strided(x, bias is not None):
+                return _product_of_strided(self, x, weight, bias, self.out_features)
+        if not frozen and mapped is not None:
+            matrix = mapped.weight_for_local_product(handle.index, weight.dtype, x, self.training)
+        if matrix is not None:
             return F.linear(x, matrix, bias)
-        return remote_product(self, x, weight, self.out_features)
+        return remote_product(self, x, weight, bias, self.out_features)
 
 
 class VirtConv1D(Conv1D):
@@ -344,12 +343,12 @@ class VirtConv1D(Conv1D):
 
     @torch.jit.ignore
     def forward(self, x: Tensor) -> Tensor:
-        weight = own_tensor(self, "weight")
+        weight, bias = own_tensor(self, "weight"), own_tensor(self, "bias")
         mapped = None
         if is_as_served(weight) and (mapped := _mapped(self, weight, x)) is None:
-            return remote_product(self, x, weight, self.nf)
+            return remote_product(self, x, weight, bias, self.nf)
         matrix = local_value(weight) if mapped is None else mapped
-        y = torch.addmm(own_tensor(self, "bias"), x.reshape(-1, x.shape[-1]), matrix)
+        y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), matrix)
         return y.view(*x.shape[:-1], self.nf)
 
 

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from symbiosis.base.forks import look_for_fork
 from symbiosis.client.layers.groups import GroupMember
 from symbiosis.client.privacy.fixed_point import INTEGERS, Quantum, to_floats, to_integers
 from symbiosis.client.privacy.verify import Proofs
@@ -95,11 +94,6 @@ class Pinned(Session):
             )
         self.operator = operator
         return connection
-
-    def ask(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> list[Tensor]:
-        """Send what is masked by now; again, byte by byte the same, if no answer comes."""
-        look_for_fork()
-        return self._send(call, payload, shapes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise WrapError("a private session keeps secrets of this process: wrap the model in each process separately")
@@ -226,7 +220,7 @@ def asked(
     session: Pinned, proofs: Proofs | None, call: Call, sent: tuple[Tensor, ...], shapes: Shapes, rows: Tensor
 ) -> list[Tensor]:
     """Return the executor's answer, proved if that is wanted. `rows` are those that were sent, or those that the seed stands for."""
-    results = session.ask(call, sent, shapes)
+    results = session.send(call, sent, shapes)  # again, byte by byte the same, if no answer comes
     if proofs is not None:
         for layer, y_TN in zip(call.layers, results, strict=True):
             proofs.check(session, call.op, layer, rows, y_TN)

@@ -3,7 +3,7 @@
 import os
 import select
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import inf
 from pathlib import Path
@@ -51,7 +51,7 @@ from symbiosis.transport.local.segment import (
 )
 from symbiosis.transport.local.shared_page import SharedPage
 from symbiosis.transport.patience import SAYS_NOTHING
-from symbiosis.transport.reactor import CAN_SPIN, fence, spin
+from symbiosis.transport.reactor import CAN_SPIN, FENCE, spin
 from symbiosis.transport.reply_checks import Answers, accepted
 from symbiosis.transport.tensors import CPU, Shapes
 
@@ -144,7 +144,8 @@ class LocalConnection:
                 slab.tensor(PAYLOAD_AT + call.nbytes - 4 * call.groups, "int32", (call.groups,)).copy_(payload[1])
         slab.memory[CALL_AT : CALL_AT + CALL_SIZE] = encode_call(call, seq)
         ring(slab.memory, CALL_BELL_AT, seq)
-        fence()
+        with FENCE:
+            pass
         if slab.memory[EXECUTOR_SLEEPS_AT]:
             with suppress(BlockingIOError):  # the bell is full: the executor is awake, or ignores it
                 os.eventfd_write(self._call_bell, 1)
@@ -162,33 +163,29 @@ class LocalConnection:
 
     def _await(self, seq: int, call: Call, timeout: float) -> Reply:
         """Wait for the reply. Look for it first, unless this call last took long: then looking would take a core from those that need
-        it."""
-        memory, number = self._slab.memory, WORD.pack(seq)
+        it. Then sleep."""
+        memory, number, begun = self._slab.memory, WORD.pack(seq), monotonic()
 
         def answered() -> bool:
             return memory[REPLY_BELL_AT : REPLY_BELL_AT + WORD.size] == number
 
-        begun = monotonic()
         if call in self._long or not CAN_SPIN or not spin(answered):
-            self._sleep(answered, timeout)
+            WORD.pack_into(memory, CLIENT_SLEEPS_AT, 1)
+            with FENCE:
+                pass
+            while not answered():
+                left = begun + timeout - monotonic()
+                if left <= 0:
+                    raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
+                events = self._epoll.poll(min(left, NAP_S))
+                if any(fd != self._ear for fd, _ in events) and not answered():
+                    raise ConnectionLost(f"the executor at {self._url} hung up")
+            WORD.pack_into(memory, CLIENT_SLEEPS_AT, 0)
         if monotonic() - begun < LONG_S:
             self._long.discard(call)
         elif len(self._long) < MOST_LONG:
             self._long.add(call)
         return decode_reply(memory[REPLY_AT : REPLY_AT + REPLY_SIZE])
-
-    def _sleep(self, answered: Callable[[], bool], timeout: float) -> None:
-        memory, deadline = self._slab.memory, monotonic() + timeout
-        WORD.pack_into(memory, CLIENT_SLEEPS_AT, 1)
-        fence()
-        while not answered():
-            left = deadline - monotonic()
-            if left <= 0:
-                raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
-            events = self._epoll.poll(min(left, NAP_S))
-            if any(fd != self._ear for fd, _ in events) and not answered():
-                raise ConnectionLost(f"the executor at {self._url} hung up")
-        WORD.pack_into(memory, CLIENT_SLEEPS_AT, 0)
 
     def _grow(self, nbytes: int) -> Slab:
         with self._answered(Grow(nbytes), Grown, 1) as (grown, fds):

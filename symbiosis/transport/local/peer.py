@@ -56,7 +56,7 @@ from symbiosis.transport.local.segment import (
     ring,
 )
 from symbiosis.transport.local.shared_page import Offer
-from symbiosis.transport.reactor import CAN_SPIN, fence
+from symbiosis.transport.reactor import CAN_SPIN, FENCE
 from symbiosis.transport.tensors import split_payload
 
 FIRST_SLAB = 4 << 20
@@ -216,7 +216,8 @@ class LocalPeer:
         slab.memory[REPLY_AT : REPLY_AT + REPLY_SIZE] = encode_reply(reply)
         self._call = None
         ring(slab.memory, REPLY_BELL_AT, reply.seq)
-        fence()
+        with FENCE:
+            pass
         if slab.memory[CLIENT_SLEEPS_AT]:
             os.eventfd_write(self._bells[1], 1)
 
