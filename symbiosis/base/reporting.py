@@ -69,14 +69,13 @@ class Report:
                     for b in self.bars
                 ],
             )
-        line = {
-            "script": self.script,
-            "figures": self.figures,
-            "bars": [bar.told() for bar in self.bars],
-            "versions": versions(),
-        }
-        print(json.dumps(line), flush=True)
+        print(json.dumps(self.told()), flush=True)
         return 0 if self.holds else 1
+
+    def told(self) -> dict[str, Any]:
+        """Return everything, for JSON."""
+        bars = [bar.told() for bar in self.bars]
+        return {"script": self.script, "figures": self.figures, "bars": bars, "versions": versions()}
 
 
 def versions() -> dict[str, str]:

@@ -178,14 +178,15 @@ def cluster_down(cluster: ClusterName = None) -> None:
 
 @app.command(cls=InLines)
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two fine-tuning clients.")] = 120,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens that the generating client writes.")] = 500,
+    layers: Annotated[int, typer.Option(min=5, help="Layers of the base, of 68 MiB each.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of the client that fine-tunes a LoRA.")] = 24,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that each of the two writing clients makes.")] = 200,
     keep: Annotated[Path | None, typer.Option(help="Folder to keep adapters and logs in. Default: they are deleted.")] = None,
 ) -> None:  # fmt: skip
-    """Start an executor, fine-tune two adapters and generate text over it at once, and compare with plain PEFT."""
+    """Train a LoRA and write text, twice, on one shared base at once, and compare with plain PEFT."""
     from symbiosis.demo.programs import run
 
-    raise typer.Exit(run(steps, tokens, keep))
+    raise typer.Exit(run(layers, steps, tokens, keep))
 
 
 @app.command(cls=InLines)

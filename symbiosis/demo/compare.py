@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import symbiosis
-from symbiosis.demo.tasks import PROMPT
-from symbiosis.executor.model.load import DEMO_MODEL, load_model
+from symbiosis.demo.writer import PROMPT
+from symbiosis.executor.model.load import load_model
 
-NEW_TOKENS, LONGEST_REPEAT = 120, 16  # a small model left to itself goes in circles
+NEW_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -37,20 +36,19 @@ class Result:
     text: str
 
 
-def compare(endpoint: str, adapters: dict[str, Path]) -> tuple[list[Comparison], dict[str, str]]:
-    """Compute the base and each adapter (name and folder) both ways. Return the comparisons, and the texts that the split models wrote.
+def compare(endpoint: str, base: Path, adapter: Path) -> tuple[list[Comparison], dict[str, str]]:
+    """Compute the base and the adapter in this folder both ways. Return the comparisons, and the texts that the split models wrote.
 
     Both sides have one thread, as the demo's executor has, because how a product is spread over threads may change its bits.
     """
-    transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(base)
     comparisons: list[Comparison] = []
     texts: dict[str, str] = {}
-    for name, folder in {"base": None, **adapters}.items():
-        unsplit = with_adapter(load_model("demo"), folder)
-        split = with_adapter(symbiosis.wrap(load_model("demo"), endpoint), folder)
+    for name, folder in {"base": None, "lora": adapter}.items():
+        unsplit = with_adapter(load_model(str(base)), folder)
+        split = with_adapter(symbiosis.from_executor(endpoint), folder)
         expected, got = compute(unsplit, tokenizer), compute(split, tokenizer)
         comparisons += hold_against(name, expected, got)
         texts[name] = got.text
@@ -64,8 +62,7 @@ def with_adapter(model: nn.Module, folder: Path | None) -> nn.Module:
 def compute(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Result:
     """Return greedy text for the prompt, the logits of that text, and the adapter's gradients from a training step on it."""
     prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
-    options = {"max_new_tokens": NEW_TOKENS, "no_repeat_ngram_size": LONGEST_REPEAT, "do_sample": False}
-    tokens = model.generate(**prompt, **options)  # type: ignore[operator]
+    tokens = model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False)  # type: ignore[operator]
     model.train()
     output = model(input_ids=tokens, labels=tokens)
     tensors = {"logits": [output.logits.detach()], "tokens": [tokens]}

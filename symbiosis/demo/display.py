@@ -22,12 +22,12 @@ class Display(Protocol):
 
 
 @contextmanager
-def display(console: Console, titles: dict[str, str], goals: dict[str, int]) -> Iterator[Display]:
-    """Return the display that suits `console`, for clients with these titles and with that many steps or tokens to go."""
+def display(console: Console, goals: dict[str, int]) -> Iterator[Display]:
+    """Return the display that suits `console`, for clients with that many steps or tokens to go."""
     if not console.is_terminal:
         yield PlainView(console, goals)
         return
-    bars = BarView(titles, goals)
+    bars = BarView(goals)
     with Live(get_renderable=bars.render, console=console, refresh_per_second=8):
         yield bars
 
@@ -35,14 +35,12 @@ def display(console: Console, titles: dict[str, str], goals: dict[str, int]) -> 
 class BarView:
     """Shows a bar and figures for each client, and the executor's figures and the newest text below."""
 
-    def __init__(self, titles: dict[str, str], goals: dict[str, int]) -> None:
+    def __init__(self, goals: dict[str, int]) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
         )  # fmt: skip
-        self._bars = {
-            name: self._progress.add_task(titles[name], total=goals[name], figures="starts") for name in goals
-        }
+        self._bars = {name: self._progress.add_task(name, total=goals[name], figures="starts") for name in goals}
         self._executor, self._text = Text(), Text()
 
     def show(self, children: list[Participant], executor: Snapshot) -> None:

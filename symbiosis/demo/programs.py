@@ -1,5 +1,6 @@
-"""Runs the demo: starts all processes, shows what they do, and compares the results with plain transformers and PEFT."""
+"""Runs the demo: three programs share one base, and what they computed is compared with plain transformers and PEFT."""
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -8,28 +9,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
 from rich.console import Console
 from rich.text import Text
 
 from symbiosis.base.folders import temporary_folder
-from symbiosis.base.reporting import Report, print_table
+from symbiosis.base.reporting import Report
 from symbiosis.cli.top import size_of, snapshot
 from symbiosis.client.session import Session
 from symbiosis.demo.compare import Comparison, compare
 from symbiosis.demo.display import display
+from symbiosis.demo.enlarge import enlarge
 from symbiosis.demo.processes import Participant, ProcessError, clients, executor, exit_at_sigterm
-from symbiosis.demo.tasks import PROMPT, TASKS
 from symbiosis.errors import ConfigError
 from symbiosis.executor.observe.snapshot import Snapshot
 
 LOOK_EVERY_S = 0.25
 CLIENTS_S = 900.0  # the longest that the clients may take together
-ENOUGH_LEARNT = 0.01  # by this, in nats per byte, each trainer's loss on held-out text must fall
-GENERATOR = "text"
-JOINED = (
-    "While several clients ran, their calls were joined (mean batch): such a product may differ by its rounding from the unsplit one, "
-    "unless the executor is started with --batch-invariant."
-)
+ENOUGH_LEARNT = 0.01  # by this, in nats per byte, the trainer's loss on held-out text must fall
+TRAINER, WRITERS = "trainer", ("writer 1", "writer 2")
+BAR = 40  # characters
 
 
 @dataclass
@@ -45,21 +44,36 @@ class DemoResults:
     def identical(self) -> bool:
         return all(comparison.identical for comparison in self.comparisons)
 
+    @property
+    def shared_bytes(self) -> int:
+        """The memory of all processes."""
+        return self.executor.rss_bytes + sum(client["rss_bytes"] for client in self.clients.values())
 
-def run(steps: int, tokens: int, keep: Path | None) -> int:
-    """Run the whole demo. Return 0 if split and unsplit are identical and both trainers have learned."""
+    @property
+    def copied_bytes(self) -> int:
+        """What the programs would take with a copy of the base each, and without an executor."""
+        base = self.executor.weights_bytes
+        return sum(client["rss_bytes"] - client["base_bytes"] + base for client in self.clients.values())
+
+
+def run(layers: int, steps: int, tokens: int, keep: Path | None) -> int:
+    """Run the whole demo. Return 0 if split and unsplit are identical and the trainer has learned."""
     exit_at_sigterm()
+    transformers.utils.logging.disable_progress_bar()
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     begun = time.monotonic()
-    with folders(keep) as (sockets, folder):
-        outcome = split_and_compare(console, f"local://{sockets}/executor.sock", folder, steps, tokens)
-    show(console, outcome)
-    return report(outcome, time.monotonic() - begun).finish()
+    with folders(keep) as (temporary, folder):
+        outcome = split_and_compare(console, temporary, folder, layers, steps, tokens)
+        found = report(outcome, time.monotonic() - begun)
+        (folder / "report.json").write_text(json.dumps(found.told()))
+    for line in summary(outcome):
+        console.print(Text(line), soft_wrap=True)
+    return 0 if found.holds else 1
 
 
 @contextmanager
 def folders(keep: Path | None) -> Iterator[tuple[Path, Path]]:
-    """Yield the folder of the socket, whose path must be short, and that of adapters and logs."""
+    """Yield the folder of the base and the socket, whose path must be short, and that of adapters and logs."""
     with temporary_folder("symbiosis-demo-") as temporary:
         folder = keep or temporary
         try:
@@ -69,15 +83,20 @@ def folders(keep: Path | None) -> Iterator[tuple[Path, Path]]:
         yield temporary, folder
 
 
-def split_and_compare(console: Console, endpoint: str, folder: Path, steps: int, tokens: int) -> DemoResults:
-    """Start the executor, let two trainers and a generator use it at once, and then compare it with the unsplit model."""
-    adapters = {name: folder / name for name in TASKS}
+def split_and_compare(
+    console: Console, temporary: Path, folder: Path, layers: int, steps: int, tokens: int
+) -> DemoResults:
+    """Start the executor, let a trainer and two writers use it at once, and then compare it with the unsplit model."""
+    base, endpoint = temporary / "base", f"local://{temporary}/executor.sock"
+    adapter = folder / "lora"
+    console.print("Making the base: the bundled model, enlarged ...")
+    enlarge(base, layers)
     # On one machine clients would map the weights and make hardly a call: here calls are to be seen
-    with executor(folder, "demo", "--listen", endpoint, "--no-share-weights") as daemon:
-        console.print(Text(daemon.lines[0]))
-        states, figures = train_and_generate(console, daemon, endpoint, adapters, folder, steps, tokens)
+    with executor(folder, str(base), "--listen", endpoint, "--no-share-weights") as daemon:
+        console.print(Text(daemon.lines[0].replace(f"{temporary}/", "")))
+        states, figures = train_and_generate(console, daemon, endpoint, adapter, folder, steps, tokens)
         console.print("Computing the same with plain transformers and PEFT ...")
-        comparisons, texts = compare(endpoint, adapters)
+        comparisons, texts = compare(endpoint, base, adapter)
     return DemoResults(states, figures, comparisons, texts)
 
 
@@ -85,18 +104,17 @@ def train_and_generate(
     console: Console,
     daemon: Participant,
     endpoint: str,
-    adapters: dict[str, Path],
+    adapter: Path,
     folder: Path,
     steps: int,
     tokens: int,
 ) -> tuple[dict[str, dict[str, Any]], Snapshot]:
     """Return the last event of every client, and the executor's figures when all were done."""
-    titles = {**{name: task.title for name, task in TASKS.items()}, GENERATOR: "The base model writes"}
-    goals = {**dict.fromkeys(TASKS, steps), GENERATOR: tokens}
+    goals = {TRAINER: steps, **dict.fromkeys(WRITERS, tokens)}
     session, deadline = Session(endpoint, observer=True, patience=5.0), time.monotonic() + CLIENTS_S
     with (
-        clients(commands(endpoint, adapters, steps, tokens), folder) as children,
-        display(console, titles, goals) as shown,
+        clients(commands(endpoint, adapter, steps, tokens), folder) as children,
+        display(console, goals) as shown,
     ):
         running = [True]
         while any(running):
@@ -115,35 +133,37 @@ def train_and_generate(
     return states, figures
 
 
-def commands(endpoint: str, adapters: dict[str, Path], steps: int, tokens: int) -> dict[str, list[str]]:
+def commands(endpoint: str, adapter: Path, steps: int, tokens: int) -> dict[str, list[str]]:
     """Return the clients' command lines, after `python`."""
-    module = ["-m", "symbiosis.demo.trainer", "--endpoint", endpoint, "--steps", str(steps)]
-    trainers = {name: [*module, "--out", str(folder), name] for name, folder in adapters.items()}
-    generator = ["-m", "symbiosis.demo.generator", "--endpoint", endpoint, "--tokens", str(tokens)]
-    return {**trainers, GENERATOR: generator}
+    common = ["--endpoint", endpoint]
+    writer = ["-m", "symbiosis.demo.writer", *common, "--tokens", str(tokens)]
+    trainer = ["-m", "symbiosis.demo.trainer", *common, "--steps", str(steps), "--out", str(adapter)]
+    return {TRAINER: trainer, **{name: [*writer, "--seed", str(seed)] for seed, name in enumerate(WRITERS)}}
 
 
-def show(console: Console, outcome: DemoResults) -> None:
-    """Print the processes, the texts, and the verdict."""
-    executor = outcome.executor
-    sizes = size_of(executor.rss_bytes), size_of(executor.weights_bytes)
-    rows = [("executor", *sizes, f"{executor.mean_batch:.2f}", "", "")]
-    for name, state in outcome.clients.items():
-        losses = f"{state['held_out_before']:.3f} -> {state['held_out_after']:.3f}" if "held_out_after" in state else ""
-        sizes = size_of(state["rss_bytes"]), size_of(state["base_bytes"])
-        rows.append((name, *sizes, f"{state['mean_batch']:.2f}", f"{state['tokens_per_s']:.0f}", losses))
-    print_table(("process", "memory", "base model", "mean batch", "tokens/s", "held-out loss"), rows)
-    console.print(f"\nWhat the base model and both adapters make of {PROMPT!r}:", markup=False)
-    for name, text in outcome.texts.items():
-        console.print(Text.assemble((f"  {name:<5}", "bold"), text.rstrip().replace("\n", "\n       ")))
-    console.print()
-    print_table(
-        ("split against unsplit", "values", "same bits", "greatest difference"),
-        [(f"{c.model} {c.what}", c.values, "yes" if c.identical else "NO", c.difference) for c in outcome.comparisons],
-        "The adapters over the executor, alone now, and with plain transformers and PEFT in one process (float32)",
+def summary(outcome: DemoResults) -> Iterator[str]:
+    """Yield the lines that tell what sharing was good for."""
+    base = size_of(outcome.executor.weights_bytes)
+    shared, copied = outcome.shared_bytes, outcome.copied_bytes
+    largest = max(shared, copied)
+    yield ""
+    yield f"Memory of three programs, with a base of {base}:"
+    yield f"  one base, shared  {'#' * round(BAR * shared / largest):<{BAR}}  {size_of(shared)}"
+    yield f"  a copy for each   {'#' * round(BAR * copied / largest):<{BAR}}  {size_of(copied)}, and {base} more for each further one"
+    state = outcome.clients[TRAINER]
+    yield (
+        f"The trainer: {state['done']} steps, {state['tokens_per_s']:.0f} tokens/s, loss on held-out text "
+        f"{state['held_out_before']:.3f} -> {state['held_out_after']:.3f}"
     )
-    console.print(f"identical: {'yes' if outcome.identical else 'NO'}", style="bold")
-    console.print(f"{JOINED}\n")
+    for name in WRITERS:
+        state = outcome.clients[name]
+        yield f"{name.capitalize()}: {state['done']} tokens, {state['tokens_per_s']:.0f} a second, {state['mean_batch']:.2f} calls a product"
+    yield f"With the adapter: {outcome.texts['lora']!r}"
+    same = sum(comparison.identical for comparison in outcome.comparisons)
+    yield (
+        f"Bits, alone and against plain PEFT: {same} of {len(outcome.comparisons)} equal "
+        "(logits, tokens and gradients of the base and of the adapter)"
+    )
 
 
 def report(outcome: DemoResults, seconds: float) -> Report:
@@ -158,11 +178,12 @@ def report(outcome: DemoResults, seconds: float) -> Report:
             "rows": executor.rows, "mean_batch": executor.mean_batch, "batch_sizes": executor.batch_sizes,
         },
     )  # fmt: skip
+    found.figure("shared_bytes", outcome.shared_bytes)
+    found.figure("copied_bytes", outcome.copied_bytes)
     found.figure("clients", {name: {k: v for k, v in c.items() if k != "text"} for name, c in outcome.clients.items()})
     found.figure("texts", outcome.texts)
     found.figure("comparisons", [asdict(comparison) for comparison in outcome.comparisons])
     found.bar("identical", float(outcome.identical), ">=", 1.0)
-    for name in TASKS:
-        state = outcome.clients[name]
-        found.bar(f"{name}_held_out_loss_fell", state["held_out_before"] - state["held_out_after"], ">=", ENOUGH_LEARNT)
+    state = outcome.clients[TRAINER]
+    found.bar("held_out_loss_fell", state["held_out_before"] - state["held_out_after"], ">=", ENOUGH_LEARNT)
     return found

@@ -6,10 +6,13 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from time import monotonic
 
 import torch
+import transformers
 
 from symbiosis.base.logs import set_up_logging
 from symbiosis.base.memory import free_memory, look_at_what_is_new
@@ -17,8 +20,10 @@ from symbiosis.base.procs import when_told_to_end, while_needed
 from symbiosis.executor import mps
 from symbiosis.executor.gpu.headroom import headroom_bytes
 from symbiosis.executor.loop import ExecutorLoop
+from symbiosis.executor.model.checkpoint import path_of, weight_files
 from symbiosis.executor.model.load import load_model, structure
 from symbiosis.executor.model.store import Store, check_patterns
+from symbiosis.executor.observe.latest_figures import rss_bytes
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.observe.prometheus import PrometheusCollector
@@ -27,6 +32,7 @@ from symbiosis.transport.cuda.words import FIRST_SEGMENT
 
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK = 1 << 20
+LOADING_EVERY_S = 5.0
 WITHOUT_MPS = (
     "CUDA MPS does not serve this executor: it and the clients on its GPU run by turns. A small call then took about 300 us "
     "in our measurements, and 40 to 60 with MPS. Start the executor with --mps"
@@ -76,13 +82,44 @@ def load_and_serve(model_name: str, options: Options) -> None:
     pages = pages_of(options)
     if options.serve:
         check_patterns(structure(model_name), options.serve)
-    store = Store(load_model(model_name, options.dtype, options.device), options.serve, options.integers)
+    with loading(model_name):
+        model = load_model(model_name, options.dtype, options.device)
+    store = Store(model, options.serve, options.integers)
 
     def ready(server: ExecutorLoop) -> None:
         endpoints = " ".join(listener.url for listener in server.listeners)
         print(ready_line(model_name, len(store.served()), store.nbytes, endpoints), flush=True)
 
     serve_store(store, options, pages, ready)
+
+
+@contextmanager
+def loading(model_name: str) -> Iterator[None]:
+    """Show that weights are being loaded: by the bar of transformers on a terminal, otherwise by a line in the log every few seconds."""
+    path = path_of(model_name)
+    if path is None or sys.stderr.isatty():  # the hub's files come with a bar of their own
+        yield
+        return
+    transformers.utils.logging.disable_progress_bar()
+    total, begun, loaded = sum(file.stat().st_size for file in weight_files(path)), monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not loaded.wait(LOADING_EVERY_S):
+            log(
+                logging.INFO,
+                "loading",
+                seconds=round(monotonic() - begun),
+                memory_mib=rss_bytes() >> 20,
+                weights_mib=total >> 20,
+            )
+
+    thread = threading.Thread(target=tell, name="loading", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loaded.set()
+        thread.join()
 
 
 def pages_of(options: Options) -> Pages | None:

@@ -10,16 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import AutoTokenizer
 
 from symbiosis.cli.top import snapshot
 from symbiosis.client.session import Session
-from symbiosis.demo.compare import Comparison, Result, compute, hold_against, same_bits
+from symbiosis.demo.compare import Comparison, Result, hold_against, same_bits
+from symbiosis.demo.enlarge import enlarge
 from symbiosis.demo.processes import Participant, ProcessError, clients, executor, exit_at_sigterm
-from symbiosis.demo.programs import DemoResults, report
-from symbiosis.demo.tasks import BATCH, HELD_OUT, LENGTH, TASKS, examples
+from symbiosis.demo.programs import TRAINER, DemoResults, report
+from symbiosis.demo.trainer import BATCH, HELD_OUT, LENGTH, examples
 from symbiosis.executor.model.load import DEMO_MODEL, load_model
 from tests.processes import Process, Program, killed_at_the_end, run, until
 
@@ -38,42 +38,47 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_thread")
 def test_demo(tmp_path: Path) -> None:
-    result = run("demo", "--steps", str(STEPS), "--tokens", str(TOKENS), "--keep", str(tmp_path), seconds=280)
+    result = run(
+        "demo", "--layers", "5", "--steps", str(STEPS), "--tokens", str(TOKENS), "--keep", str(tmp_path), seconds=280
+    )
     assert result.returncode == 0, result.stdout + result.stderr
-    lines = result.stdout.splitlines()
-    assert "identical: yes" in lines
-    words = " ".join(result.stdout.split())
-    assert "alone now, and with plain transformers" in words
-    assert "unless the executor is started with --batch-invariant" in words
     assert "\x1b" not in result.stdout
-    report = json.loads(lines[-1])
+    report = json.loads((tmp_path / "report.json").read_text())
     figures = report["figures"]
     assert report["script"] == "demo" and all(bar["holds"] for bar in report["bars"])
     compared = {(c["model"], c["what"]): c for c in figures["comparisons"]}
-    assert compared.keys() == {("base", "logits"), ("base", "tokens")} | {
-        (adapter, what) for adapter in TASKS for what in ("logits", "tokens", "gradients")
+    assert compared.keys() == {(model, what) for model in ("base", "lora") for what in ("logits", "tokens")} | {
+        ("lora", "gradients")
     }
-    assert all(c["identical"] and c["difference"] == 0 and c["values"] > 100 for c in compared.values())
-    assert figures["clients"].keys() == {*TASKS, "text"}
-    for adapter in TASKS:
-        client = figures["clients"][adapter]
-        assert client["done"] == STEPS and client["held_out_after"] < client["held_out_before"]
-    assert figures["clients"]["text"]["done"] == TOKENS
+    assert all(c["identical"] and c["difference"] == 0 and c["values"] > 30 for c in compared.values())
+    trainer, *writers = figures["clients"].values()
+    assert trainer["done"] == STEPS and trainer["held_out_after"] < trainer["held_out_before"]
+    assert [writer["done"] for writer in writers] == [TOKENS, TOKENS]
+    base = figures["executor"]["weights_bytes"]
     assert figures["executor"]["calls"] == sum(client["calls"] for client in figures["clients"].values())
-    assert all(
-        client["base_bytes"] < figures["executor"]["weights_bytes"] / 10 for client in figures["clients"].values()
-    )
-    assert len(set(figures["texts"].values())) == 3
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)  # what it kept is what it showed
-    kept = PeftModel.from_pretrained(load_model("demo"), str(tmp_path / "lora"), is_trainable=True)
-    assert compute(kept, tokenizer).text == figures["texts"]["lora"]
+    assert all(client["base_bytes"] < base / 100 for client in figures["clients"].values())
+    assert base > 300 << 20 and figures["copied_bytes"] - figures["shared_bytes"] > base / 2
+    assert f"{figures['copied_bytes'] / 2**30:.1f} GiB, and" in result.stdout
+    assert len(set(figures["texts"].values())) == 2
+
+
+def test_the_base_is_larger_and_writes_the_same(tmp_path: Path) -> None:
+    enlarge(tmp_path, 6)
+    small, large = load_model("demo"), load_model(str(tmp_path))
+    ids = AutoTokenizer.from_pretrained(tmp_path)("The statement raises", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(large(ids).logits, small(ids).logits, rtol=1e-3, atol=1e-3)
+    tokens = [model.generate(ids, max_new_tokens=20, do_sample=False).tolist() for model in (small, large)]
+    assert tokens[0] == tokens[1]
+    added = large.model.layers[5].mlp.gate_proj.weight
+    assert large.num_parameters() > 50 * small.num_parameters() and added.count_nonzero() > 0.99 * added.numel()
 
 
 @pytest.mark.timeout(200)
 def test_sigterm_ends_all_its_processes() -> None:
     """Also when it comes twice, as from `timeout N make demo`."""
     with killed_at_the_end() as processes:
-        processes.append(Program("demo", "--steps", "1000"))
+        processes.append(Program("demo", "--layers", "5", "--steps", "1000"))
         demo = psutil.Process(processes[0].pid)
         until(lambda: len(demo.children()) == 4, "a start of all", 100)
         children = demo.children()
@@ -198,9 +203,9 @@ def test_the_exit_status_is_the_verdict(
     identical: bool, after: float, status: int, capsys: pytest.CaptureFixture[str], llama: nn.Module, serve: Callable
 ) -> None:
     session = Session(serve(llama).endpoint, observer=True)
-    client = {"held_out_before": 1.0, "held_out_after": after}
+    client = {"held_out_before": 1.0, "held_out_after": after, "rss_bytes": 2, "base_bytes": 1}
     comparison = Comparison("lora", "logits", 5, identical, 0.0 if identical else 1e-7)
-    outcome = DemoResults(dict.fromkeys(TASKS, client), snapshot(session), [comparison], {})
+    outcome = DemoResults({TRAINER: client}, snapshot(session), [comparison], {})
     session.close()
     assert report(outcome, 1.0).finish() == status
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -208,9 +213,8 @@ def test_the_exit_status_is_the_verdict(
     assert all(bar["holds"] for bar in last["bars"]) == (status == 0)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_held_out_text_is_held_out(name: str) -> None:
-    train, held_out = examples(TASKS[name], AutoTokenizer.from_pretrained(DEMO_MODEL), 200 * BATCH)
+def test_held_out_text_is_held_out() -> None:
+    train, held_out = examples(AutoTokenizer.from_pretrained(DEMO_MODEL), 200 * BATCH)
     assert len(train) == 200 * BATCH and len(held_out) == HELD_OUT
     assert {len(example["input_ids"]) for example in (*train, *held_out)} == {LENGTH}
     seen = {bytes(example["input_ids"]) for example in train}
@@ -219,4 +223,4 @@ def test_held_out_text_is_held_out(name: str) -> None:
 
 def test_help_tells_the_options() -> None:
     result = run("demo", "--help", COLUMNS="120")
-    assert all(option in result.stdout for option in ("--steps", "--tokens", "--keep"))
+    assert all(option in result.stdout for option in ("--layers", "--steps", "--tokens", "--keep"))

@@ -1,4 +1,4 @@
-"""A client of the demo that generates text with the base model while others train on it."""
+"""A client of the demo that writes text with the base model while another trains on it."""
 
 import argparse
 import time
@@ -9,9 +9,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import symbiosis
 from symbiosis.demo.events import EventOutput, base_bytes
-from symbiosis.demo.tasks import PROMPT
 from symbiosis.executor.model.load import DEMO_MODEL
 
+PROMPT = "This method "
 TOKENS_PER_TEXT, TOKENS_PER_EVENT = 160, 8
 
 
@@ -44,9 +44,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
     args = parser.parse_args()
     events = EventOutput()
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     model = symbiosis.from_executor(args.endpoint)
     prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False).to(model.device)
