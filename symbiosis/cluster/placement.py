@@ -139,9 +139,9 @@ def place(servers: Iterable[PlacedServer], wish: RoutingRequest) -> PlacedServer
 def _preferred(fitting: Iterable[PlacedServer], wish: RoutingRequest) -> PlacedServer | None:
     """Return the one to take of servers on which a request fits, the busiest first."""
     busiest = None
-    for server in islice(fitting, NEAR if wish.adapter else 1):
+    for server in islice(fitting, NEAR):
         busiest = busiest or server
-        if wish.adapter in server.adapters and not server.is_light:
+        if not wish.adapter or (wish.adapter in server.adapters and not server.is_light):
             return server
     return busiest
 

@@ -4,8 +4,6 @@ import doctest
 import importlib
 import pkgutil
 
-import pytest
-
 import symbiosis
 
 MODULES = [
@@ -15,16 +13,17 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples(name: str) -> None:
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as missing:
-        if missing.name not in ("ray", "triton"):  # an extra; what comes with torch for a GPU only
-            raise
-        pytest.skip(f"needs {missing.name}")
-    failed, _ = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
-    assert failed == 0
+def test_docstring_examples() -> None:
+    failed = {}
+    for name in MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as missing:
+            if missing.name not in ("ray", "triton"):  # an extra; what comes with torch for a GPU only
+                raise
+            continue
+        failed[name] = doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed
+    assert len(failed) > 200 and not [name for name, count in failed.items() if count]
 
 
 def test_public_names_have_examples() -> None:

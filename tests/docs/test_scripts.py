@@ -539,21 +539,27 @@ def test_what_a_newcomer_reads_is_counted(
         ("f(2, True)", {"f(3, True)", "f(2, False)"}),
     ],
 )
-def test_a_mutant_has_one_change(before: str, after: set[str], script: Callable, tmp_path: Path) -> None:
+def test_a_mutant_has_one_change(
+    before: str, after: set[str], script: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "module.py").write_text(before)
-    assert {mutant.source for mutant in script("mutants").mutants(tmp_path / "module.py")} == after
+    monkeypatch.setattr(mutants := script("mutants"), "ROOT", tmp_path)
+    found = [mutants.mutant_of("module.py", number) for number in range(mutants.count_of("module.py"))]
+    assert {mutant.source for mutant in found} == after
 
 
 def test_a_mutant_is_killed_and_the_module_itself_is_not() -> None:
     code = f"""
-import sys; sys.path.insert(0, {str(SCRIPTS)!r})
+import os, sys; sys.path.insert(0, {str(SCRIPTS)!r})
 from pathlib import Path
 import mutants
-file = Path("symbiosis/serving/kv_cache/page_pool.py")
-source = file.read_text()
-wrong = source.replace("self._free", "self._flee", 1)
+file = "symbiosis/serving/kv_cache/page_pool.py"
+source = Path(file).read_text()
+wrong = source.replace("first < 0", "first <= 0", 1)
 assert wrong != source
+names = ["tests/unit/test_serving_blocks.py::test_a_run_of_pages_begins_at_the_first_that_is_free"]
 for text, lives in ((source, True), (wrong, False)):
-    assert mutants.survives(mutants.Mutant(file, 1, "", "", text), mutants.tests_of(file)) is lives
+    mutant = mutants.Mutant(file, 1, "", "", frozenset(), text)
+    assert (os.waitpid(mutants.forked(lambda: mutants.run(mutant, names)), 0)[1] == 0) is lives
 """
     subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent, check=True, timeout=110)

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.base.keystream import keystream
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.call_kinds import HostCall
-from symbiosis.executor.calls import cell_ops
+from symbiosis.executor.calls import cell_ops, price
 from symbiosis.executor.calls.call_plan import CallPlan, make_plan
 from symbiosis.executor.calls.cells import GRAINS, boxes, grid_of
 from symbiosis.executor.calls.validation import must_be_finite
@@ -454,3 +454,115 @@ def test_a_call_has_as_many_multiplications_as_it_may() -> None:
     with pytest.raises(CallError, match="--max-call-multiplications") as refused:
         make_plan(call, STORE, Options(max_call_multiplications=price - 1))
     assert refused.value.code is Code.TOO_LARGE
+
+
+T, M, V = 100, N + 200, 700  # rows, the width of `plain`, and the ids of the embedding
+GROUPS = 3 * N + 200  # the widths of `linear`, `plain` and `conv`
+HALF = View((G, K, N), (K * N, N, 1), 0)
+# multiplications, bytes held and bytes of scratch: a product, moving the rows and the reply, converting matrices; rows beside their
+# aligned copy and the look for infinities, and the reply, twice for a group
+PRICED = {
+    "a layer": (
+        Call(Op.FORWARD, LINEAR, "float32", (T, K)),
+        T * K * N + T * K + T * N, 4 * T * (K + N), 9 * T * K + 4 * T * N,
+    ),
+    "a group in half precision": (
+        Call(Op.FORWARD, LINEAR, "bfloat16", (T, K), also=(PLAIN, CONV)),
+        T * K * GROUPS + T * (K + GROUPS) + K * GROUPS, 2 * T * (K + GROUPS), 2 * K * GROUPS + 5 * T * K + 4 * T * GROUPS,
+    ),
+    "its gradient": (
+        Call(Op.DGRAD, LINEAR, "float32", (T, 2 * N), also=(CONV,)),
+        2 * T * K * N + T * (2 * N + K), 4 * T * (2 * N + K), 9 * T * 2 * N + 8 * T * K,
+    ),
+    "integers of 32 bits: four products of bytes": (
+        Call(Op.FORWARD, PLAIN, "int32", (T, K)),
+        4 * T * K * M + T * (K + M) + K * M, 4 * T * (K + M), 48 * T * K + 60 * T * M + 8 * K * M,
+    ),
+    "grown integers of 64 bits: eight and seven": (
+        Call(Op.FORWARD, LINEAR, "int64", (T, K), also=(CONV,), seeded=True),
+        15 * T * K * 2 * N + T * K * (1 + 8) + T * 2 * N + K * 2 * N, 8 * T * (K + 2 * N),
+        32 * T + 16 * T * K + 96 * T * K + 120 * T * 2 * N + 8 * K * 2 * N,
+    ),
+    "a view that lies row by row": (
+        Call(Op.PRODUCT, EXPERTS, "float32", (T, K), view=EXPERT),
+        T * K * N + T * K + T * N, 4 * T * (K + N), 9 * T * K + 4 * T * N,
+    ),
+    "matrices in half precision": (
+        Call(Op.PRODUCT, EXPERTS, "float16", (G, T, K), view=HALF),
+        G * T * K * N + G * T * (K + N) + G * K * N, 2 * G * T * (K + N), 2 * G * K * N + 5 * G * T * K + 2 * G * T * N,
+    ),
+    "one expert, expanded": (
+        Call(Op.PRODUCT, EXPERTS, "float16", (G, T, K), view=STACK),
+        G * T * K * N + G * T * (K + N) + K * N, 2 * G * T * (K + N), 2 * K * N + 5 * G * T * K + 2 * G * T * N,
+    ),
+    "columns": (
+        Call(Op.LEFT, LINEAR, "float32", (K, T), view=WEIGHT),
+        N * T * K + K * T + N * T, 4 * T * (K + N), 9 * K * T + 4 * N * T,
+    ),
+    "rows by group": (
+        Call(Op.GROUPED, EXPERTS, "float32", (T, K), groups=G),
+        T * K * N + T * (K + N) + 4096 * G, 4 * T * (K + N) + 4 * G, 9 * T * K + 4 * T * N,
+    ),
+    "ids": (Call(Op.LOOKUP, NUMBER["embedding"], "bfloat16", (T,)), 8 * T * K, 8 * T + 2 * T * K, 4 * T * K),
+    "norms": (Call(Op.NORMS, LINEAR, "float64"), K * N, 8 * N, 2 * 8 * K * N),
+    "reading": (Call(Op.READ, LINEAR, "float16"), 8 * K * N, 2 * K * N, 0),
+    "an echo": (Call(Op.ECHO, 0, "float64", (T, 7)), 8 * 7 * T, 2 * 8 * 7 * T, 0),
+    "an empty echo": (Call(Op.ECHO, 0, "float64", (0, 7)), 1, 0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "multiplications", "held", "scratch"), PRICED.values(), ids=PRICED)
+def test_what_a_call_costs(call: Call, multiplications: int, held: int, scratch: int) -> None:
+    plan = make_plan(call, STORE, OPTIONS)
+    assert (plan.multiplications, plan.held, plan.scratch, plan.turns) == (multiplications, held, scratch, 1)
+
+
+@pytest.mark.parametrize("view", [
+    View((3, 5), (5, 1), 0), View((3, 5), (9, 1), 0), View((5, 3), (1, 5), 0), View((5, 3), (1, 9), 0),
+])  # fmt: skip
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_matrix_is_copied_if_neither_its_rows_nor_its_columns_lie_together(view: View, copied: bool) -> None:
+    """Rows and columns of two values apart are copied. So are rows that overlap, which a view of a weight may not have."""
+    size, stride = view.size, tuple(2 * each if copied else each for each in view.stride)
+    call = Call(Op.PRODUCT, EXPERTS, "float32", (4, size[0]), view=View(size, stride, 0))
+    moved = 4 * sum(size)
+    assert make_plan(call, STORE, OPTIONS).multiplications == 4 * prod(size) + moved + copied * prod(size)
+    matrix = torch.empty(100).as_strided((3, 5), (4, 1))
+    assert not price._lies_well(matrix) and not price._lies_well(matrix.T)
+
+
+def test_few_rows_of_a_product_run_together_and_need_little() -> None:
+    """Of 100 rows 25 run together: a quarter of what is needed, but for the matrices."""
+    options = Options(integers=(8, 16), max_batch_tokens=25)
+    rows = make_plan(Call(Op.FORWARD, LINEAR, "float32", (T, K)), STORE, options)
+    assert (rows.scratch, rows.turns) == (9 * 25 * K + 4 * 25 * N, 1)
+    seeded = Call(Op.FORWARD, LINEAR, "int64", (T, K), seeded=True)
+    grown = 32 * 25 + 16 * 25 * K
+    assert make_plan(seeded, STORE, options).scratch == grown + 96 * 25 * K + 120 * 25 * N + 8 * K * N
+    columns = make_plan(Call(Op.LEFT, LINEAR, "float32", (K, T), view=WEIGHT), STORE, options)
+    assert columns.scratch * columns.turns >= 9 * K * T + 4 * N * T, "which is not cut by rows"
+
+
+def test_a_call_is_cut_into_as_many_turns_as_its_work_and_its_scratch_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = K * M  # the matrix of most values: a turn has as many multiplications as `max_batch_tokens` rows by it
+    call = Call(Op.LEFT, LINEAR, "float32", (K, T), view=WEIGHT)
+    work, scratch = N * T * K + K * T + N * T, 9 * K * T + 4 * N * T
+
+    def price_with(tokens: int, cells: int = 1000) -> tuple[int, int]:
+        found = price.price_of(call, (N, T), cells, STORE, Options(max_batch_tokens=tokens))
+        return found.turns, found.scratch
+
+    for tokens in (10, 33, 64):
+        turns = -(-work // (tokens * largest))
+        assert turns > 1 and price_with(tokens) == (turns, -(-scratch // turns))
+    assert price_with(10, cells=3)[0] == 3 and price_with(4096) == (1, scratch)
+    for most, turns in ((scratch, 1), (scratch - 1, 2), (scratch // 4, 4)):
+        monkeypatch.setattr(price, "MOST_SCRATCH", most)
+        assert price_with(4096) == (turns, -(-scratch // turns))
+    assert price.price_of(call, (N, T), 0, STORE, Options()).turns == 1
+    by_rows = Call(Op.FORWARD, LINEAR, "float32", (T, K))
+    monkeypatch.undo()
+    assert (
+        price.MOST_SCRATCH == 2**30
+        and price.price_of(by_rows, (T, N), 99, STORE, Options(max_batch_tokens=1)).turns == 1
+    )

@@ -40,6 +40,14 @@ def test_pages_that_follow_one_another() -> None:
     assert pool.take_run(2) == [2, 3], "given back, they are found again"
 
 
+def test_a_run_of_pages_begins_at_the_first_that_is_free() -> None:
+    pool = PagePool(4)
+    assert pool.total == pool.free == 4 and pool.take_run(2) == [0, 1] and pool.free == 2
+    assert pool.take(1) == [2] and pool.take_run(2) is None and pool.take_run(1) == [3] and pool.free == 0
+    pool.give_back([2, 0, 1])
+    assert pool.take_run(4) is None and pool.take(3) == [1, 0, 2], "what came back last goes first"
+
+
 def test_a_pool_gives_what_it_has() -> None:
     pool = PagePool(4)
     pages = pool.take(3)
@@ -96,6 +104,138 @@ def test_two_that_compute_the_same_at_once_keep_one_of_them() -> None:
     blocks.release(one)
     blocks.release(two)
     assert blocks.pool.free == 20 - LAYERS and blocks.spare() == 20
+
+
+def held(one: Sequence) -> list[tuple[int, ...]]:
+    return [block.pages for block in one.blocks]
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (160, 10), (161, 11)])
+def test_a_block_takes_a_page_of_each_layer(tokens: int, blocks: int) -> None:
+    manager = BlockManager(PagePool(99), 3)
+    assert (
+        manager.needed(tokens)
+        == manager.needed_at_once(tokens, None)
+        == manager.needed_at_once(tokens, 7)
+        == 3 * blocks
+    )
+    one = sequence([1] * tokens)
+    assert (
+        manager.grow(one, tokens)
+        and len(one.blocks) == blocks
+        and manager.pool.free == manager.spare() == 99 - 3 * blocks
+    )
+    assert manager.grow(one, 1) and len(one.blocks) == max(1, blocks), "nothing is taken back"
+    assert all(len(pages) == 3 for pages in held(one)) and len(
+        {page for pages in held(one) for page in pages}
+    ) == 3 * max(1, blocks)
+
+
+@pytest.mark.parametrize(
+    ("windows", "tokens", "piece", "pages"),
+    [
+        ((None, 8), 160, None, 20),
+        ((None, 8), 160, 7, 10 + 2),  # of the window and the piece no block is whole: they lie in two
+        ((None, 8), 160, 8, 10 + 3),
+        ((None, 8), 160, 24, 10 + 4),
+        ((None, 8), 160, 500, 10 + 10),
+        ((None, 8), 32, 24, 2 + 2),
+        ((8, 8), 160, 8, 3 + 3),
+        ((8, 40), 160, 8, 3 + 5),
+        ((8, None, 40, 8), 160, 8, 3 + 10 + 5 + 3),
+    ],
+)
+def test_behind_windows_less_is_needed_at_once(
+    windows: tuple[int | None, ...], tokens: int, piece: int | None, pages: int
+) -> None:
+    assert BlockManager(PagePool(1), len(windows), windows=windows).needed_at_once(tokens, piece) == pages
+
+
+def test_as_few_unused_blocks_are_dropped_as_can_be() -> None:
+    blocks = BlockManager(PagePool(10), LAYERS)
+    for token in (1, 2, 3):
+        blocks.release(computed(blocks, sequence([token] * 17)))
+    assert (blocks.pool.free, blocks.spare()) == (4, 10), "a block of each stays, and none that is not full"
+    assert blocks.make_room(4) and blocks.pool.free == 4
+    assert not blocks.make_room(11) and blocks.pool.free == 4
+    assert blocks.make_room(5) and blocks.pool.free == 6
+    assert [blocks.find(sequence([token] * 17)) for token in (1, 2, 3)] == [0, 16, 16], "the oldest is gone"
+    assert (blocks.pool.free, blocks.spare()) == (6, 6), "what is used again is not spare"
+    assert not blocks.make_room(7) and blocks.make_room(6)
+
+
+def test_what_was_found_goes_on_from_there() -> None:
+    blocks = BlockManager(PagePool(100), LAYERS)
+    first = computed(blocks, sequence([1] * 20))
+    second = computed(blocks, sequence([*[1] * 16, *[2] * 20]))
+    assert held(second)[0] == held(first)[0] and first.blocks[0].users == 2 and second.blocks[1].users == 1
+    third = sequence([*[1] * 16, *[2] * 17])
+    assert blocks.find(third) == third.computed == 32 and held(third) == held(second)[:2]
+    first.tokens += [1] * 12
+    assert blocks.grow(first, 32)
+    first.computed = 31
+    blocks.keep(first)
+    assert blocks.find(sequence([1] * 33)) == 16, "a block is found once it is full"
+    first.computed = 32
+    blocks.keep(first)
+    assert blocks.find(sequence([1] * 33)) == 32
+    assert blocks.pool.free == 100 - 2 * 2 - 2 * 2
+    for each in (first, second, third):
+        blocks.release(each)
+        assert (each.blocks, each.computed, each.behind) == ([], 0, {})
+
+
+def test_without_sharing_nothing_is_found() -> None:
+    blocks = BlockManager(PagePool(10), LAYERS, shares=False)
+    blocks.release(computed(blocks, sequence([1] * 40)))
+    assert blocks.pool.free == 10 and blocks.find(sequence([1] * 40)) == 0
+
+
+def test_a_forgotten_version_keeps_no_room() -> None:
+    blocks = BlockManager(PagePool(100), LAYERS)
+    ended, running, base = (sequence([1] * 17, adapter) for adapter in (ADAPTERS[1], ADAPTERS[2], None))
+    for each in (ended, running, base):
+        computed(blocks, each)
+    blocks.release(ended)
+    assert (blocks.pool.free, blocks.spare()) == (100 - 5 * 2, 100 - 4 * 2)
+    blocks.forget(1)
+    assert blocks.pool.free == blocks.spare() == 100 - 4 * 2
+    assert [blocks.find(sequence([1] * 17, adapter)) for adapter in ADAPTERS] == [16, 0, 16]
+    blocks.forget(2)
+    assert [blocks.find(sequence([1] * 17, adapter)) for adapter in ADAPTERS] == [16, 0, 0]
+    blocks.forget(0)
+    assert blocks.find(sequence([1] * 17)) == 0
+
+
+@pytest.mark.parametrize(
+    ("computed_", "gone"),
+    [
+        (22, [[], []]),
+        (23, [[1], []]),  # the next token sees eight, itself included: the last row that it sees is the 16th
+        (36, [[1], []]),
+        (37, [[1, 2], []]),
+        (39, [[1, 2], [1]]),
+        (53, [[1, 2], [1, 2]]),
+    ],
+)
+def test_what_lies_behind_a_window_is_given_back_as_soon_as_it_does(computed_: int, gone: list[list[int]]) -> None:
+    blocks = BlockManager(PagePool(100), 3, windows=(None, 8, 22))
+    one = computed(blocks, sequence([1] * 60))
+    one.computed, pages = computed_, held(one)
+    count = sum(map(len, gone))
+    for _ in range(2):
+        blocks.trim([one])
+        assert [sorted(block.gone) for block in one.blocks[:2]] == gone and blocks.pool.free == 100 - 4 * 3 + count
+    for block, before, layers in zip(one.blocks, pages, gone, strict=False):
+        assert block.pages == tuple(0 if layer in layers else page for layer, page in enumerate(before))
+    found = 0 if count else 48
+    assert blocks.find(again := sequence([1] * 60)) == found, "a block without all its pages is not found"
+    blocks.release(again)
+    blocks.keep(one)
+    assert blocks.find(again) == found, "nor named again"
+    blocks.release(again)
+    blocks.release(one)
+    assert blocks.spare() == 100
 
 
 ACTIONS = st.lists(

@@ -1,8 +1,10 @@
 """Who runs next: nobody starves, limits hold, tenants get alike, and deadlines decide who is dropped."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -159,12 +161,6 @@ def test_tenants_get_the_same_whoever_asks_for_more() -> None:
         assert abs(got["a"] - got["b"]) <= 7
 
 
-def test_nobody_saves_up_by_staying_away() -> None:
-    assert policy.lifted({"a": 50.0}, "new", ["a"]) == 50.0
-    assert policy.lifted({"a": 50.0, "b": 70.0}, "b", ["a", "b"]) == 70.0
-    assert policy.lifted({}, "first", []) == 0.0
-
-
 def test_only_what_has_not_begun_and_cannot_be_in_time_is_aborted() -> None:
     early, late, begun = Waiting(0.0), Waiting(5.0), Waiting(0.0, has_begun=True)
     waiting = [early, begun, late]
@@ -201,10 +197,88 @@ def test_the_newest_is_evicted_so_that_the_first_ends() -> None:
     assert running[0].arrived == 1.0
 
 
-def test_a_rate_follows_what_happens() -> None:
-    rate = policy.Rate(5.0)
-    assert rate.at(0.0) == 0.0
-    for tenth in range(600):
-        rate = rate.after(tenth / 10)
-    assert 9.5 < rate.at(60.0) < 10.5
-    assert rate.at(100.0) < 0.1
+FULL = StepBatch(3, 8, frozenset({4, 5}), 2, {"a": 2, "b": 1}, 2)
+
+
+def test_a_batch_takes_what_its_limits_allow() -> None:
+    versions_and_tenants = [(0, "b"), (4, "b"), (6, "b"), (0, "a"), (4, "c"), (6, "c")]
+    assert [FULL.may_take(*each) for each in versions_and_tenants] == [True, True, False, False, True, False]
+    assert StepBatch(0, 8, most_of_tenant=1).may_take(0, "a") and not StepBatch(0, 8, most_of_tenant=0).may_take(0, "a")
+    assert StepBatch(2, 8, frozenset({1, 2})).may_take(3, "a"), "without a limit"
+    assert [StepBatch(count, 8).is_full for count in (7, 8, 9)] == [False, True, True]
+
+
+def test_a_batch_counts_what_joins() -> None:
+    assert FULL.having(5, "b") == StepBatch(4, 8, frozenset({4, 5}), 2, {"a": 2, "b": 2}, 2)
+    assert FULL.having(0, "c") == StepBatch(4, 8, frozenset({4, 5}), 2, {"a": 2, "b": 1, "c": 1}, 2)
+    assert StepBatch(0, 8).having(6, "a") == StepBatch(1, 8, frozenset({6}), tenants={"a": 1})
+
+
+def test_a_batch_is_filled_and_no_more() -> None:
+    order = [Waiting(float(n), version=n % 3, tenant="ab"[n % 2]) for n in range(8)]
+    joined = policy.admit(
+        order, StepBatch(2, 6, frozenset({2}), 2, {"a": 1, "b": 1}, 3), lambda each: each.arrived != 3
+    )
+    # the third version does not come while two are there, and a tenant has three at most
+    assert [each.arrived for each in joined] == [0.0, 1.0, 2.0, 5.0]
+    assert [each.overtaken for each in order] == [0, 0, 0, 1, 0, 0, 0, 0], (
+        "who is at its tenant's limit is not passed by"
+    )
+
+
+def test_so_many_give_way_as_others_may_claim() -> None:
+    running = [Waiting(float(n), tenant="aaabbc"[n]) for n in (3, 0, 4, 1, 2, 5)]
+
+    def gone(waiting: str, most: int | None) -> list[float]:
+        return [
+            each.arrived for each in policy.giving_way(running, [Waiting(9.0, tenant=one) for one in waiting], most)
+        ]
+
+    assert gone("dd", None) == gone("", 1) == gone("dd", 3) == gone("ab", 2) == []
+    assert gone("d", 2) == gone("cc", 2) == gone("c", 2) == [2.0], "the newest of who has more than two"
+    assert gone("ddd", 2) == [2.0], "and no more than is beyond the limit"
+    assert gone("d", 1) == [4.0] and gone("dd", 1) == [4.0], "one tenant may have one"
+    assert gone("def", 1) == [4.0, 2.0, 1.0] and gone("defg", 1) == [4.0, 2.0, 1.0]
+    assert gone("c", 1) == []
+
+
+def test_who_has_got_least_is_next() -> None:
+    a, b, c, d, e = (
+        Waiting(0.0, tenant=tenant, brought=brought) for tenant, brought in zip("aabbc", (5, 1, 2, 9, 1), strict=True)
+    )
+    assert list(policy.by_fairness([a, b, c, d, e], {"a": 0.0, "b": 3.0, "c": 5.5})) == [a, c, b, d, e]
+    assert list(policy.by_fairness([c, a, b], {})) == [c, a, b], "of two that have got alike, who came first"
+    assert policy.lifted({"a": 50.0, "b": 70.0, "c": 3.0}, "c", ["b", "a", "c"]) == 50.0
+    assert policy.lifted({"a": 5.0}, "b", ["x"]) == policy.lifted({}, "b", []) == 0.0
+    assert (policy.INPUT_COST, policy.OUTPUT_COST) == (1.0, 2.0), "as the paper has them"
+
+
+def test_rows_are_shared_alike() -> None:
+    assert policy.shared({"a": 1000, "b": 10, "c": 1000}, 100) == {"a": 45, "b": 10, "c": 45}
+    assert policy.shared({"a": 3, "b": 1, "c": 2}, 2) == {"a": 1, "b": 1, "c": 0}
+    assert policy.shared({"a": 3, "b": 7}, 5) == {"a": 3, "b": 2} and policy.shared({"a": 3, "b": 7}, 11) == {
+        "a": 3,
+        "b": 7,
+    }
+    assert policy.shared({"a": 3}, 0) == policy.shared({"a": 0}, 3) == {"a": 0} and policy.shared({}, 3) == {}
+    assert policy.shared({"a": 1, "b": 1}, 1) == {"a": 1, "b": 0}
+
+
+def test_deadlines_hold_to_the_moment() -> None:
+    on_time, late = Waiting(1.0), Waiting(0.5)
+    assert policy.too_late([on_time, late], now=5.0, first_token_s=6.0, takes_s=2.0) == [late]
+    for arrivals, begun, order in (
+        (1.0, 1.0, [late, on_time]),
+        (1.1, 1.0, [on_time, late]),
+        (1.0, 1.1, [late, on_time]),
+    ):
+        assert list(policy.by_deadline([late, on_time], arrivals, begun)) == order
+
+
+def test_rates_and_means_forget() -> None:
+    once = policy.Rate(5.0).after(10.0)
+    assert once == policy.Rate(5.0, 0.2, 10.0) and policy.Rate(5.0, 3.0).at(99.0) == 3.0
+    assert once.at(15.0) == pytest.approx(0.2 / math.e) and once.at(10.0) == 0.2
+    assert once.after(15.0, events=2) == policy.Rate(5.0, pytest.approx(0.2 / math.e + 0.4), 15.0)
+    mean = policy.Mean().after(2.0)
+    assert (policy.Mean().value, mean.value, mean.after(3.0).value) == (0.0, 2.0, pytest.approx(2.1))
