@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from symbiosis.errors import AdapterError
+from symbiosis.serving.lora import peft_layers
 from symbiosis.serving.lora.adapter_cache import AdapterCache
 from symbiosis.serving.lora.registry import AdapterRegistry
 from symbiosis.serving.lora.target_layers import TargetLayers
@@ -245,3 +247,35 @@ def test_transposed_weights(tmp_path: Path) -> None:
         "prefix": VIRTUAL["prefix tuning"],
     }
     check(gpt2(), kinds, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [peft.TinyLoraConfig, peft.PsoftConfig])
+def test_what_factors_a_large_base_is_refused_soon(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    folder, _ = saved(model, kind(task_type=TaskType.CAUSAL_LM, target_modules=["q_proj", "down_proj"]), tmp_path)
+    library = Serving(model).library
+    factored: list[tuple[int, ...]] = []
+    svd = torch.linalg.svd
+
+    def counted(matrix: Tensor, *args: Any, **named: Any) -> Any:
+        factored.append(tuple(matrix.shape))
+        return svd(matrix, *args, **named)
+
+    monkeypatch.setattr(torch.linalg, "svd", counted)
+    monkeypatch.setattr(peft_layers, "MOST_FACTORING", 1000.0)
+    with pytest.raises(AdapterError, match="factors the base's weights"):
+        library.add("mine", folder)
+    assert len(factored) <= 1
+
+
+def test_factoring_is_counted_in_all() -> None:
+    square = torch.eye(10)
+    with peft_layers.FactoringLimit(3000.0):
+        torch.linalg.svd(square)
+        assert float(torch.linalg.norm(square)) == pytest.approx(10**0.5)
+        torch.linalg.inv(square)
+        torch.stack([square @ square] * 8)
+        torch.linalg.qr(square)
+        for _ in range(2):
+            with pytest.raises(AdapterError, match="save it as a LoRA"):
+                torch.inverse(square)

@@ -264,3 +264,15 @@ def test_a_text_that_its_grammar_gives_up_is_an_error_and_no_end(monkeypatch: py
     schema = json.dumps({**wide, "required": ["t", "k"], "additionalProperties": False})
     with engine() as one, pytest.raises(GenerationFailed, match="cannot be followed.*items"):
         one.generate("x", schema=schema, max_tokens=60, temperature=0.0)
+
+
+def test_keys_share_no_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a schema takes does not tell whether another key has asked for it."""
+    pytest.importorskip("llguidance")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    prepared: list[str] = []
+    monkeypatch.setattr(grammar, "check_schema", prepared.append)
+    grammars, schema = Grammars(tokenizer, len(tokenizer), frozenset()), json.dumps({"enum": ["a", "b"]})
+    for tenant in ("anna", "anna", "bob", ""):
+        grammars.begin(schema, tenant=tenant)
+    assert len(prepared) == 3

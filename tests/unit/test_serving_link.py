@@ -228,6 +228,24 @@ def test_an_adapter_that_is_read_holds_up_no_schema_of_others() -> None:
     theirs.close()
 
 
+def test_adapters_that_one_key_has_read_hold_up_no_other_keys() -> None:
+    ours, theirs = socket.socketpair()
+    engine, begun = _Busy(), threading.Event()
+
+    def submit(request: Request, on_output: Callable[[Output], None]) -> None:
+        assert engine.may_go_on.wait(20) if request.tenant == "carol" else begun.set() is None
+
+    engine.submit = submit  # type: ignore[method-assign]
+    link = EngineServer(engine, ours, EngineReady(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    for id in range(40):
+        theirs.sendall(framed(Submit(Request(id=id, prompt=(1,), adapter=f"h{id}", tenant="carol"))))
+    theirs.sendall(framed(Submit(Request(id=40, prompt=(1,), adapter="mine", tenant="anna"))))
+    assert begun.wait(20)
+    engine.may_go_on.set()
+    link.close()
+    theirs.close()
+
+
 def test_what_is_cancelled_while_it_is_begun_is_cancelled_then() -> None:
     ours, theirs = socket.socketpair()
     engine, begins, told = _Busy(), threading.Event(), list[str]()

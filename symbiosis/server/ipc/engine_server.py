@@ -88,7 +88,7 @@ class EngineServer:
         self._refused: dict[str | None, str] = {}  # by adapter: why, as it was logged
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="serve-ask")
         # for what reads an adapter, or waits until it is read: others do not wait for it
-        self._loading = ThreadPoolExecutor(4, thread_name_prefix="serve-load")
+        self._loading = TenantThreads(4, "serve-load")
         self._lanes = TenantThreads(4, "serve-schema")
         self._unsent.put(welcome)
         engine.on_pause(self._on_pause)
@@ -115,9 +115,9 @@ class EngineServer:
         self._unsent.put(None)
         for thread in self._threads:
             thread.join()
-        for pool in (self._pool, self._loading):
-            pool.shutdown(cancel_futures=True)
-        self._lanes.close()
+        self._pool.shutdown(cancel_futures=True)
+        for lanes in (self._loading, self._lanes):
+            lanes.close()
         self._connection.close()
 
     def _read(self) -> None:
@@ -143,13 +143,16 @@ class EngineServer:
         elif isinstance(message, StopCompletion):
             self._engine.stop(message.id, message.completion)
         elif isinstance(message, Ask):
-            (self._loading if message.verb in MAY_WAIT else self._pool).submit(self._answer, message)
+            if message.verb in MAY_WAIT:
+                self._loading.submit("", lambda: self._answer(message))
+            else:
+                self._pool.submit(self._answer, message)
 
     def _begin(self, request: Request) -> None:
         """Submit a request. What has to be read or prepared for it is done in another thread, because the next message does not wait."""
         schema, adapter = request.sampling.schema, request.adapter
         if adapter is not None and not self._engine.has_loaded(adapter):
-            begun = self._loading.submit(self._submit, request)
+            begun = self._loading.submit(request.tenant, lambda: self._submit(request))
         elif schema is not None:
             begun = self._lanes.submit(request.tenant, lambda: self._submit(request))
         elif adapter is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.weights.remote_weight import RemoteWeight
@@ -32,6 +33,8 @@ CANNOT = {
     "SHADOW": "it is a model of its own beside the base",
     "OSF": "it replaces the base's weights",
 }
+FACTORING = ("svd", "qr", "inverse", "pinverse", "matrix_exp", "logdet")  # besides torch.linalg's
+MOST_FACTORING = 2e9  # multiplications; a second or so
 LONGEST_S, TIMES_BASE = 1.0, 100  # that all layers may take for two rows, and so many times as long as the base's
 SOON_S = 0.01  # what takes longer is tried again: the first time something may have been prepared
 FIELDS = ("target_modules", "feedforward_modules", "modules_to_save", "target_parameters")  # that name layers
@@ -282,11 +285,31 @@ def _own_modules(model: nn.Module, names: list[str] | None) -> None:
             setattr(model.get_submodule(parent), leaf, own.to(module.weight.dtype).requires_grad_(False))
 
 
+class FactoringLimit(TorchFunctionMode):
+    """Within it, matrices may be factored, inverted and the like for so many multiplications in all. Some methods do so with every weight of the
+    base, which takes minutes; others' adapters would have to wait."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self._left = most
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in FACTORING or (name.startswith("linalg_") and not name.endswith("norm")):
+            matrix = next(each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor))
+            self._left -= matrix.numel() * min(matrix.shape[-2:], default=1)
+            if self._left < 0:
+                raise AdapterError(
+                    "its method factors the base's weights, which takes too long for a base of this size: save it as a LoRA"
+                )
+        return func(*args, **kwargs or {})
+
+
 def _inject(model: nn.Module, weights: AdapterWeights) -> Any:
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), FactoringLimit(MOST_FACTORING):
             warnings.simplefilter("ignore")
             config = PeftConfig.from_peft_type(**{**weights.config, "inference_mode": True})
             adapted = get_peft_model(model, config)

@@ -39,7 +39,8 @@ class Grammars:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(ends)
         self._prepared: Any = None
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()  # at the beginning of a text, by schema
+        # at the beginning of a text, by tenant and schema: what others ask for cannot be told by how long one's own takes
+        self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
         self._late: dict[str, float] = {}  # when a text was late, by schema, and by tenant behind a blank
 
     def was_late(self, request: Request) -> None:
@@ -56,10 +57,10 @@ class Grammars:
         for name, of in ((schema, "this schema"), (f" {tenant}", "another schema of this key")):
             if time.monotonic() - self._late.get(name, -REST_S) < REST_S:
                 raise Unfit("schema", f"has to wait a minute: what may come next by {of} took longer than {LATE_S} s")
-        grammar = self._kept.get(schema) or self._begun(schema)
+        grammar = self._kept.get((tenant, schema)) or self._begun(schema)
         with self._lock:
-            self._kept[schema] = grammar
-            self._kept.move_to_end(schema)
+            self._kept[tenant, schema] = grammar
+            self._kept.move_to_end((tenant, schema))
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return [grammar.copy() for _ in range(texts)]
