@@ -536,6 +536,8 @@ def test_few_rows_of_a_product_run_together_and_need_little() -> None:
     options = Options(integers=(8, 16), max_batch_tokens=25)
     rows = make_plan(Call(Op.FORWARD, LINEAR, "float32", (T, K)), STORE, options)
     assert (rows.scratch, rows.turns) == (9 * 25 * K + 4 * 25 * N, 1)
+    one_at_a_time = Options(max_batch_tokens=1)
+    assert make_plan(Call(Op.FORWARD, LINEAR, "float32", (1, K)), STORE, one_at_a_time).scratch == 9 * K + 4 * N
     seeded = Call(Op.FORWARD, LINEAR, "int64", (T, K), seeded=True)
     grown = 32 * 25 + 16 * 25 * K
     assert make_plan(seeded, STORE, options).scratch == grown + 96 * 25 * K + 120 * 25 * N + 8 * K * N

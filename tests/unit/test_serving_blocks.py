@@ -101,6 +101,9 @@ def test_two_that_compute_the_same_at_once_keep_one_of_them() -> None:
     for each in (one, two):
         each.computed = 20
         blocks.keep(each)
+    third = sequence([3] * 20)
+    assert blocks.find(third) == 16 and third.blocks == one.blocks[:1]
+    blocks.release(third)
     blocks.release(one)
     blocks.release(two)
     assert blocks.pool.free == 20 - LAYERS and blocks.spare() == 20
