@@ -6,7 +6,8 @@ CPU = not gpu and not multi_gpu and not ray and not soak
 # More than cores: tests wait for processes and threads as long as they compute.
 WORKERS ?= 3
 LONGEST_FIRST = tests/process tests/fault tests/docs tests/inproc tests/unit tests/gpu
-.PHONY: setup demo test test-fast test-soak test-gpu test-cluster test-browser check docs wheel
+ALONE = $$(grep -rl --include='*.py' mark.alone tests)
+.PHONY: setup demo test test-all test-fast test-soak test-gpu test-cluster test-browser check docs wheel
 
 setup: $(VENV)/.ready
 
@@ -18,13 +19,15 @@ $(VENV)/.ready: pyproject.toml setup.py constraints-cpu.txt scripts/torch_index.
 demo: setup
 	$(VENV)/bin/symbiosis demo
 
-# Everything that needs no GPU; tests that measure time come last, one by one. What fails beside others is tried once more by itself,
-# and has failed if it fails again: some tests wait for threads and processes, which a busy machine may hold up. Where Python may not write
-# bytecode, each process would compile all again, so that is done first.
-test: setup
+# One test for each promise and transport, of what needs no GPU; tests that measure time come last, one by one. What fails beside others is
+# tried once more by itself, and has failed if it fails again: some tests wait for threads and processes, which a busy machine may hold up.
+# Where Python may not write bytecode, each process would compile all again, so that is done first.
+test: MARKED = $(CPU) and not full
+test-all: MARKED = $(CPU)
+test test-all: setup
 	$(VENV)/bin/python -m compileall -q symbiosis tests scripts
-	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(CPU) and not alone" $(LONGEST_FIRST) || { test $$? = 1 && $(PYTEST) -m "$(CPU) and not alone" --last-failed; }
-	$(PYTEST) -m "$(CPU) and alone" || { test $$? = 1 && $(PYTEST) -m "$(CPU) and alone" --last-failed; }
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(MARKED) and not alone" $(LONGEST_FIRST) || { test $$? = 1 && $(PYTEST) -m "$(MARKED) and not alone" --last-failed; }
+	$(PYTEST) -m "$(MARKED) and alone" $(ALONE) || { test $$? = 1 && $(PYTEST) -m "$(MARKED) and alone" --last-failed $(ALONE); }
 
 # What one runs all day: no test of these starts a process or takes long.
 test-fast: setup

@@ -38,6 +38,7 @@ def example(name: str, endpoint: str, folder: Path, *arguments: str) -> str:
     return str(done.stdout)
 
 
+@pytest.mark.full
 def test_finetune_then_generate(endpoint: str, tmp_path: Path) -> None:
     """The first one by a Python of its own, that has imported nothing yet."""
     command, environment = [sys.executable, EXAMPLES / "finetune.py"], {"SYMBIOSIS_ENDPOINT": endpoint, **OFFLINE}
@@ -57,12 +58,14 @@ def test_finetune_then_generate(endpoint: str, tmp_path: Path) -> None:
     assert adapted.partition("Stats(")[0] != plain.partition("Stats(")[0]
 
 
+@pytest.mark.full
 def test_a_loop_of_captured_tokens_says_what_generate_says(endpoint: str, tmp_path: Path) -> None:
     *text, rate = example("generate_captured.py", endpoint, tmp_path).splitlines()
     assert rate.endswith("tokens/s, the capturing included")
     assert "\n".join(text).startswith(example("generate.py", endpoint, tmp_path).partition("Stats(")[0].strip())
 
 
+@pytest.mark.full
 def test_a_long_context_says_what_generate_says(endpoint: str, tmp_path: Path) -> None:
     read, *text, rate = example("long_context.py", endpoint, tmp_path, "500").splitlines()
     assert read.startswith("500 tokens read") and rate.endswith("with a context of 540 tokens in the host's memory")
@@ -74,7 +77,7 @@ def test_a_long_context_says_what_generate_says(endpoint: str, tmp_path: Path) -
     assert "\n".join(text) == tokenizer.decode(expected, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("name", ["finetune_trl.py", "embedded.py"])
+@pytest.mark.parametrize("name", [pytest.param("finetune_trl.py", marks=pytest.mark.full), "embedded.py"])
 def test_example(name: str, endpoint: str, tmp_path: Path) -> None:
     if "trl" in name:
         pytest.importorskip("trl")
@@ -92,6 +95,7 @@ def test_a_chat(endpoint: str, tmp_path: Path) -> None:
             example("chat.py", endpoint, tmp_path, "none")
 
 
+@pytest.mark.full
 def test_the_notebook(tmp_path: Path) -> None:
     """Its code, cell by cell; what a cell ends with is an expression, which a notebook shows."""
     cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]

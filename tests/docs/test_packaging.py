@@ -53,6 +53,7 @@ def metadata(installed: Path) -> email.message.Message:
     return found.metadata  # type: ignore[return-value]
 
 
+@pytest.mark.full
 def test_the_wheel_holds_the_whole_package_and_nothing_else(installed: Path) -> None:
     own = {
         path.relative_to(ROOT) for path in (ROOT / "symbiosis").rglob("*") if path.is_file() and path.suffix != ".pyc"
@@ -63,6 +64,7 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(installed: Path) -> 
     assert any(path.name == "LICENSE" for path in packed)
 
 
+@pytest.mark.full
 def test_what_the_distribution_says_of_itself(metadata: email.message.Message) -> None:
     assert (metadata["Name"], metadata["Version"]) == ("symbiosis-llm", symbiosis.__version__)
     assert metadata["Requires-Python"] == ">=3.11" and metadata["License-Expression"] == "Apache-2.0"
@@ -72,6 +74,7 @@ def test_what_the_distribution_says_of_itself(metadata: email.message.Message) -
     assert pythons == ["3.11", "3.12", "3.13"] and "Typing :: Typed" in (metadata.get_all("Classifier") or ())
 
 
+@pytest.mark.full
 def test_the_page_of_an_index_has_no_link_that_leads_nowhere(metadata: email.message.Message) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
     page = str(metadata.get_payload())
@@ -105,6 +108,7 @@ def said(environment: Path, folder: Path, program: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_its_commands_run_where_it_is_installed(environment: Path, tmp_path: Path) -> None:
     for command in ("symbiosis", "symbiosis-executor"):
         assert said(environment, tmp_path, command, "--version") == f"{BUILD}\n"
@@ -112,6 +116,7 @@ def test_its_commands_run_where_it_is_installed(environment: Path, tmp_path: Pat
     assert Path(where).is_relative_to(environment)
 
 
+@pytest.mark.full
 def test_it_serves_where_it_is_installed(environment: Path, tmp_path: Path) -> None:
     """The demo model, and the C that is compiled on the spot."""
     code = (
@@ -153,6 +158,7 @@ def test_what_a_checkout_is_tested_with_is_what_is_required() -> None:
     assert {names.get(name, name) for name in found} <= required
 
 
+@pytest.mark.full
 def test_a_source_distribution_tells_of_its_commit_and_leaves_the_checkout_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "symbiosis").mkdir()
     for name in ("__init__.py", "build.py", "commit.txt"):

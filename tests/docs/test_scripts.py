@@ -110,6 +110,7 @@ WANTED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("suite", WANTED)
 def test_a_suite_of_the_gpu_benchmark(
     suite: str, script: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -125,6 +126,7 @@ def test_a_suite_of_the_gpu_benchmark(
     assert all(math.isfinite(figures[name]) and figures[name] > 0 for name in WANTED[suite])
 
 
+@pytest.mark.full
 def test_long_contexts(script: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["bench_long.py", "--tiny", "--tokens", "300", "--times", "1", "--layers", "1"])
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)  # a setting of processes
@@ -143,6 +145,7 @@ def test_a_suite_in_processes_of_its_own() -> None:
     assert sum(name.startswith("integers_") for name in figures) == 8
 
 
+@pytest.mark.full
 def test_the_training_of_the_demo_model(
     script: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +273,7 @@ def test_bars_of_suites(kind: str, holds: bool, script: Callable, capsys: pytest
         assert not holding(suites.report([]), capsys)[f"{way}_tried"][1]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_pefts_own_tests_on_split_models(script: Callable) -> None:
     suites = script("compat_suites")
@@ -370,6 +374,7 @@ def test_bars_of_shards(slow: float, heavy: float, script: Callable, capsys: pyt
     }
 
 
+@pytest.mark.full
 def test_fsdp_jobs_train_at_once(script: Callable, tmp_path: Path) -> None:
     """Two processes that share a base; what they do is measured from one moment on. One that fails says why."""
     bench, gpu = script("_shard_trainers"), script("_gpu")
@@ -397,6 +402,7 @@ def test_memory_of_a_process_is_told_apart(script: Callable) -> None:
     assert held - weights == size and abs(of_all - whole - size) < size / 4
 
 
+@pytest.mark.full
 def test_products_at_ranks_are_compared(script: Callable, tmp_path: Path) -> None:
     """With the model that they hold; with another one, all differ."""
     exact, url = script("shard_exact"), f"local://{tmp_path}/a.sock"
@@ -421,6 +427,7 @@ def test_bars_of_exact_serving(script: Callable) -> None:
     assert wrong == [0]
 
 
+@pytest.mark.full
 def test_the_server_beside_peft(
     script: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,6 +448,7 @@ BARS_OF_LOADS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("load", BARS_OF_LOADS)
 def test_loads_of_the_server(
     load: str, script: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -490,6 +498,7 @@ def test_what_users_got_of_a_load(script: Callable) -> None:
     assert served.first_s == pytest.approx(10 / 3)
 
 
+@pytest.mark.full
 def test_the_simulated_cluster_makes_every_token(script: Callable[[str], ModuleType]) -> None:
     simulate = script("simulate_cluster")
     machine = simulate.Machine(0)

@@ -14,6 +14,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "torch_index.py"
 README = SCRIPT.parent.parent / "README.md"
+pytestmark = pytest.mark.full
 INDEX = "https://download.pytorch.org/whl/cpu"
 NAME = "torch-{version}-py3-none-any.whl"
 

@@ -90,6 +90,7 @@ def test_a_level_holds_what_it_promises(level: str) -> None:
     assert all(told_of(level, done.stdout).values())
 
 
+@pytest.mark.full
 def test_two_operators_learn_nothing_in_a_small_audit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +131,7 @@ def audit_in(folder: Path) -> None:
     audit_module.run("pads", quick=True)
 
 
+@pytest.mark.full
 def test_sigterm_leaves_no_folder(tmp_path: Path, processes: list) -> None:
     processes.append(Process(audit_in, tmp_path))
     until(lambda: any(tmp_path.glob("symbiosis-audit-*")), "a folder")
@@ -179,6 +181,7 @@ def test_an_attack_that_may_fail_and_does_is_not_said_to_hold() -> None:
     assert dataclasses.replace(row, value=0.99).verdict == "yes"
 
 
+@pytest.mark.full
 def test_more_tokens_give_better_equations_of_the_adapter(public: PublicKnowledge, tmp_path: Path) -> None:
     """They are among the known ones; of their calls, no more is written down than shows the adapter."""
     found = []

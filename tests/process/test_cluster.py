@@ -531,6 +531,7 @@ def test_nothing_is_left_when_it_has_ended(running: Running) -> None:
     assert not alive(pids)
 
 
+@pytest.mark.full
 @pytest.mark.fault
 def test_nothing_is_left_when_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sockets = tmp_path.with_name("killed")  # whose paths are short

@@ -74,6 +74,7 @@ def test_the_base_is_larger_and_writes_the_same(tmp_path: Path) -> None:
     assert large.num_parameters() > 50 * small.num_parameters() and added.count_nonzero() > 0.99 * added.numel()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_sigterm_ends_all_its_processes() -> None:
     """Also when it comes twice, as from `timeout N make demo`."""

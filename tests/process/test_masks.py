@@ -101,6 +101,7 @@ def test_an_infinite_gradient_stays_one_and_is_not_sent(two: Callable, ids: Tens
     assert [call.dtype for call, _ in log] == ["int32", "int32"]
 
 
+@pytest.mark.full
 def test_quantised_weights_are_closer_to_float32_than_bfloat16_is(two: Callable) -> None:
     """By the divergence of the predictions, on text of the kind that the model was trained on."""
     reference = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
