@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from symbiosis.protocol.cluster_state import Member, Told, told_by
-from symbiosis.server.incoming.front_end_token import HEADER
+from symbiosis.server.api_errors import SECRET_HEADER
 from tests.serving_api import eventually
 
 START_S = 110.0
 UP = "import secrets; secrets.token_hex = lambda n: 'secret' * n; from symbiosis.cli.main import main; main()"
-AS_FRONT = {HEADER: "secret" * 32}  # what a front end shows to servers
+AS_FRONT = {SECRET_HEADER: "secret" * 32}  # what a front end shows to servers
 
 
 @dataclass

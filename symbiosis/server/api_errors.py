@@ -1,9 +1,11 @@
 """Errors in the form that OpenAI's clients read, and apps that answer so."""
 
 import errno
+import hmac
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +28,9 @@ Shared = TypeVar("Shared")
 UNKNOWN_HOST = (
     "this server is not known as {!r}: ask for it by its address, or start it with --allowed-hosts and that name"
 )
+SECRET_HEADER = "X-Symbiosis-Cluster"  # with which a front end shows the cluster's secret
+OPEN = ("/health", "/metrics", "/version")  # for probes and Prometheus
+FOR_FRONT_ENDS = "this server is one of a cluster, and takes requests from its front ends only: ask the cluster's address, which `symbiosis cluster status` shows"
 REASONS = {  # in logs and figures, unless whoever raises it knows better
     400: "invalid_request", 401: "unknown_key", 403: "forbidden", 404: "not_found", 405: "no_such_method", 408: "body_too_slow", 413: "body_too_large",
     429: "too_many_requests", 431: "head_too_large", 500: "failed", 503: "unavailable", 507: "disk_full",
@@ -135,14 +140,20 @@ def _failed(request: Request, error: Exception) -> Response:
     return failed(error).response()
 
 
-def only_for(hosts: Hosts, app: ASGIApp) -> ASGIApp:
-    """Return an app that answers only who asks for it by a name that is known."""
+def only_for(hosts: Hosts, secret: str, app: ASGIApp) -> ASGIApp:
+    """Return an app that answers only who asks for it by a name that is known, and, where there is a secret, only front ends of the cluster
+    that has it, which hold the cluster's limits, and probes."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        unknown = [each for each in Headers(scope=scope).getlist("host") if not hosts.has(each)]
-        answer = (
-            wrong(UNKNOWN_HOST.format(unknown[0][:100]), "host", reason="unknown_host").response() if unknown else app
-        )
+        headers, answer = Headers(scope=scope), app
+        if unknown := [each for each in headers.getlist("host") if not hosts.has(each)]:
+            answer = wrong(UNKNOWN_HOST.format(unknown[0][:100]), "host", reason="unknown_host").response()
+        elif (
+            secret
+            and scope["path"] not in OPEN
+            and not hmac.compare_digest(headers.get(SECRET_HEADER, "").encode(), secret.encode())
+        ):
+            answer = ApiError(403, FOR_FRONT_ENDS, code="forbidden", reason="not_a_front_end").response()
         await answer(scope, receive, send)
 
     return checked
@@ -152,13 +163,6 @@ def app_of(
     shared: Shared, table: Iterable[tuple[str, str, Callable[[Shared, Request], Awaitable[ASGIApp]]]]
 ) -> Starlette:
     """Return an app with a table of methods, paths and handlers, each of which gets what they share."""
-
-    def route(method: str, path: str, handler: Callable[[Shared, Request], Awaitable[ASGIApp]]) -> Route:
-        async def endpoint(request: Request) -> Any:
-            request.scope["symbiosis.path"] = path
-            return await handler(shared, request)
-
-        return Route(path, endpoint, methods=[method])
-
+    routes = [Route(path, partial(handler, shared), methods=[method]) for method, path, handler in table]
     handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path, Exception: _failed}
-    return Starlette(routes=[route(*each) for each in table], exception_handlers=handlers)
+    return Starlette(routes=routes, exception_handlers=handlers)

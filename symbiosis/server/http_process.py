@@ -14,7 +14,7 @@ import uvicorn
 from symbiosis.base.logs import name_process, set_up_logging
 from symbiosis.base.memory import look_at_what_is_new, look_seldom
 from symbiosis.server import tracing
-from symbiosis.server.incoming.connections import HttpConnection, take_all_descriptors
+from symbiosis.server.connections import server_of
 from symbiosis.server.ipc.engine_client import EngineClient
 from symbiosis.server.ipc.engine_ipc import FrontOptions, Started
 from symbiosis.server.ipc.pulse import BEAT_S, SILENT_S
@@ -40,12 +40,7 @@ async def serve(listener: socket.socket, link: socket.socket, options: FrontOpti
     tokenizer = tokenizer_of(options)
     remote = await EngineClient.connect(link)
     front = ServingState(remote, tokenizer, options, tracing.opened("symbiosis-serve"))
-    HttpConnection.observer = front.observer
-    config = uvicorn.Config(
-        make_app(front), http=HttpConnection, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
-        server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(LAST_WORDS_S),
-    )  # fmt: skip
-    server = uvicorn.Server(config)
+    server = server_of(make_app(front), front.observer, [listener], LAST_WORDS_S)
     look_at_what_is_new()
     tasks = [asyncio.create_task(_end(server, remote)), asyncio.create_task(_watch(remote, options.engine))]
     await server.serve(sockets=[listener])
@@ -81,7 +76,6 @@ def do_without_torch() -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the engine's process says when it is over
         signal.signal(number, signal.SIG_IGN)
-    take_all_descriptors()
     started = msgspec.json.decode(sys.argv[1], type=Started)
     look_seldom()
     do_without_torch()

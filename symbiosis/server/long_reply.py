@@ -9,11 +9,11 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from symbiosis.server.api_errors import ApiError
+from symbiosis.server.bodies import until_hung_up
 from symbiosis.server.generation import Delta, Generation
-from symbiosis.server.incoming.bodies import until_hung_up
 from symbiosis.server.openai_protocol import Continuation
 from symbiosis.server.response_format import Words, counted, usage
-from symbiosis.server.sse import EVENTS, JSON, SseWriter, outlet_to
+from symbiosis.server.sse import EVENTS, JSON, SseWriter
 
 FEW = 16  # choices, whose events are made together
 
@@ -32,10 +32,7 @@ class LongReply:
         watch = asyncio.create_task(until_hung_up(receive))
         watch.add_done_callback(lambda _: self._generation.end())
         try:
-            async with outlet_to(send, scope) as outlet:
-                await self._answer(outlet)
-        except TimeoutError:
-            return  # without the end of the answer: the connection is closed
+            await self._answer(SseWriter(send, scope))
         finally:
             watch.cancel()
             self._generation.end()

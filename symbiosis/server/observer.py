@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis.server.labelled_figures import Labelled
-from symbiosis.server.request_record import STRANGER, RequestRecord, begin, record_of
+from symbiosis.server.request_record import STRANGER, RequestRecord, begin
 from symbiosis.server.tracing import Tracing
 from symbiosis.serving.engine.engine_stats import BETWEEN_TOKENS_S, FIRST_TOKEN_S, WHOLE_S, Histogram
 from symbiosis.text import shown
@@ -54,7 +54,7 @@ class Observer:
         """Return an app whose requests are observed."""
 
         async def observed(scope: Scope, receive: Receive, send: Send) -> None:
-            begin(record := record_of(scope["headers"]))
+            record = begin(scope["headers"])
             record.on_token, record.on_end = self._first_token, self._ended
             is_traced = self._tracing is not None and scope["path"].startswith("/v1/")
             span = self._tracing.begin(record, scope) if self._tracing and is_traced else None
@@ -116,4 +116,5 @@ class Observer:
 
 def _path(scope: Scope) -> str:
     """Return the path of a route, which are few."""
-    return str(scope.get("symbiosis.path", "other"))
+    endpoint, app = scope.get("endpoint"), scope.get("app")
+    return next((route.path for route in app.routes if route.endpoint is endpoint), "other") if app else "other"

@@ -17,12 +17,11 @@ from symbiosis.server import openai_protocol, page
 from symbiosis.server.api_errors import ApiError, app_of, only_for, storing, unknown_model, wrong
 from symbiosis.server.api_keys import Admission
 from symbiosis.server.generation import Generation
-from symbiosis.server.incoming.front_end_token import behind_front_ends
-from symbiosis.server.incoming.uploads import received
 from symbiosis.server.ipc.engine_ipc import AdapterInfo
 from symbiosis.server.long_reply import LongReply, Stream
 from symbiosis.server.response_format import ChatWords, CompletionWords, Words
 from symbiosis.server.serving_state import ServingState
+from symbiosis.server.uploads import received
 from symbiosis.serving.lora.adapter import IS_THE_BASE
 
 SEND_IT = "put it there, or send the adapter itself with PUT /v1/adapters/NAME"
@@ -59,8 +58,7 @@ def make_app(front: ServingState) -> ASGIApp:
         ("GET", "/figures", figures),
         ("GET", "/", shown_page),
     ]
-    app = behind_front_ends(app_of(front, table), front.remote.welcome.secret)
-    return front.observer.watch(only_for(front.hosts, app))
+    return front.observer.watch(only_for(front.hosts, front.remote.welcome.secret, app_of(front, table)))
 
 
 async def completions(front: ServingState, request: Request) -> ASGIApp:

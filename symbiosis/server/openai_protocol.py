@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from symbiosis.server.api_errors import ApiError, wrong
-from symbiosis.server.incoming.json_costs import Most
+from symbiosis.server.json_costs import Most
 from symbiosis.server.openai_fields import OF_TEMPLATE, check_default
 from symbiosis.serving.engine.limits import (
     COUNTS,

@@ -84,16 +84,11 @@ def this_request() -> RequestRecord:
     return _record.get() or RequestRecord()
 
 
-def begin(record: RequestRecord) -> None:
-    """Make it `this_request` until its task ends."""
-    _record.set(record)
-    request_id.set(record.id)
+def begin(headers: Iterable[tuple[bytes, bytes]]) -> RequestRecord:
+    """Return the record of a request with these headers, which is `this_request` until its task ends. Its id is the one of `X-Request-Id`,
+    if that is one.
 
-
-def record_of(headers: Iterable[tuple[bytes, bytes]]) -> RequestRecord:
-    """Return the record of a request with these headers. Its id is the one of `X-Request-Id`, if that is one.
-
-    >>> record_of([(b"x-request-id", b"abc-1")]).id, len(record_of([(b"x-request-id", b"a b")]).id)
+    >>> begin([(b"x-request-id", b"abc-1")]).id, len(begin([(b"x-request-id", b"a b")]).id)
     ('abc-1', 32)
     """
     found = {name: value for name, value in headers if name in (b"x-request-id", b"traceparent", b"tracestate")}
@@ -104,4 +99,6 @@ def record_of(headers: Iterable[tuple[bytes, bytes]]) -> RequestRecord:
         record.trace_headers["traceparent"] = parent
         if TRACESTATE.fullmatch(state := found.get(b"tracestate", b"").decode("latin-1")):
             record.trace_headers["tracestate"] = state
+    _record.set(record)
+    request_id.set(record.id)
     return record

@@ -12,17 +12,17 @@ from starlette.requests import Request as HttpRequest
 from symbiosis.server import metrics
 from symbiosis.server.api_errors import ApiError, unknown_model, wrong
 from symbiosis.server.api_keys import Admission, Tenant
+from symbiosis.server.authentication import Authentication
+from symbiosis.server.bodies import Bodies, until_hung_up
+from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.generation import Generation
-from symbiosis.server.incoming.authentication import Authentication
-from symbiosis.server.incoming.bodies import Bodies, until_hung_up
-from symbiosis.server.incoming.fair_share import FairShare, Lease
-from symbiosis.server.incoming.prompts import Prompts, too_long
 from symbiosis.server.ipc.engine_client import EngineClient
 from symbiosis.server.ipc.engine_ipc import FrontOptions
 from symbiosis.server.ipc.tenant_threads import LARGE, MANY_CHOICES, TenantThreads
 from symbiosis.server.labelled_figures import Key
 from symbiosis.server.observer import Observer
 from symbiosis.server.openai_protocol import AS_ASKED, AS_CHAT, Body, ChatBody, Continuation, refusing
+from symbiosis.server.prompts import Prompts, too_long
 from symbiosis.server.request_record import this_request
 from symbiosis.server.tracing import Tracing
 from symbiosis.serving.engine.detokenize import Stop, Text

@@ -23,8 +23,8 @@ from symbiosis.cluster.router import app as of_cluster
 from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.protocol.cluster_state import Member, Told
+from symbiosis.server.connections import HttpConnection
 from symbiosis.server.http_process import tokenizer_of
-from symbiosis.server.incoming.connections import HttpConnection
 from symbiosis.server.ipc.engine_client import EngineClient
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
 from symbiosis.server.ipc.engine_server import EngineServer

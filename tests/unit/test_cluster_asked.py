@@ -18,8 +18,8 @@ from symbiosis.cluster.router.relay import Relay
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.protocol.cluster_state import Member
 from symbiosis.server.api_errors import ApiError
-from symbiosis.server.incoming.fair_share import FairShare, Lease
-from symbiosis.server.sse import outlet_to
+from symbiosis.server.fair_share import FairShare, Lease
+from symbiosis.server.sse import SseWriter
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_an_error_in_the_middle_ends_the_answer(form: Form, status: int, body: b
         sent.append(message)
 
     async def answer() -> None:
-        async with outlet_to(send) as outlet:
-            await form.give(outlet, [(EVENT, EVENT)])
-            await form.refused(outlet, 500, [], ERROR)
+        outlet = SseWriter(send, {})
+        await form.give(outlet, [(EVENT, EVENT)])
+        await form.refused(outlet, 500, [], ERROR)
 
     asyncio.run(answer())
     assert sent[0]["status"] == status and b"".join(each["body"] for each in sent[1:]) == body

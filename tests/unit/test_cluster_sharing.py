@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,9 +18,9 @@ from symbiosis.cluster.router.event_forms import Joined
 from symbiosis.cluster.router.relay import Relay
 from symbiosis.cluster.router.server_registry import MOST_WAITING, Seen, ServerRegistry
 from symbiosis.protocol.cluster_state import Member, Told
-from symbiosis.server.incoming.fair_share import FairShare, Lease
+from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.ipc.tenant_threads import LARGE
-from symbiosis.server.sse import outlet_to
+from symbiosis.server.sse import SseWriter
 from tests.secret_files import write_secret
 
 KEYS = {name: {"Authorization": f"Bearer {name}-key-1"} for name in ("alice", "eve")}
@@ -127,8 +126,8 @@ def test_an_answer_that_is_held_counts_like_a_body() -> None:
 
     async def run() -> None:
         relay._answer = Answer()  # type: ignore[assignment]
-        async with outlet_to(send) as outlet:
-            await asyncio.wait_for(relay._stream(relay._answer, outlet), 10)  # type: ignore[arg-type]
+        outlet = SseWriter(send, {})
+        await asyncio.wait_for(relay._stream(relay._answer, outlet), 10)  # type: ignore[arg-type]
 
     begun = time.monotonic()
     with pytest.raises(Exception, match="too large together"):
@@ -137,36 +136,3 @@ def test_an_answer_that_is_held_counts_like_a_body() -> None:
     assert 3000 < held.size <= 4000
     held.end()
     assert room.has("eve", 4000)
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models/m"),
-        ("GET", "/cluster"),
-        ("GET", "/figures"),
-        ("PUT", "/v1/adapters/mine"),
-        ("DELETE", "/v1/adapters/mine"),
-        ("POST", "/v1/completions"),
-    ],
-)
-def test_whoever_shows_a_key_is_no_stranger(front: RouterState, tmp_path: Path, method: str, path: str) -> None:
-    """... so that strangers, who come in any number, take nobody's connection."""
-    write_secret(tmp_path / "keys", "root root-key-1 admin\n")
-    app, known = make_app(RouterState(front.view, str(tmp_path / "keys"))), list[Any]()
-    connection = SimpleNamespace(strangers=SimpleNamespace(leave=known.append))
-
-    async def ask(key: str) -> None:
-        async def with_connection(scope: Any, receive: Any, send: Any) -> None:
-            await app({**scope, "symbiosis.connection": connection}, receive, send)
-
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(with_connection), base_url="http://localhost"
-        ) as http:
-            await http.request(method, path, headers={"Authorization": f"Bearer {key}"}, content=b"[")
-
-    asyncio.run(ask("another-key"))
-    assert not known
-    asyncio.run(ask("root-key-1"))
-    assert known == [connection]

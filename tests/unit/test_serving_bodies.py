@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 
 from symbiosis.server.api_errors import ApiError
-from symbiosis.server.incoming.bodies import Bodies
+from symbiosis.server.bodies import Bodies
 
 
 def request(*pieces: bytes, every_s: float = 0.0, ends: bool = True) -> Request:

@@ -12,7 +12,6 @@ from openai.types.chat import completion_create_params as chat
 from openai.types.shared_params import response_format_json_schema
 
 from symbiosis.server.api_errors import ApiError
-from symbiosis.server.incoming.prompts import GIVEN, Prompts
 from symbiosis.server.openai_fields import DEFAULTS, HARMLESS, OF_TEMPLATE
 from symbiosis.server.openai_protocol import (
     Body,
@@ -23,6 +22,7 @@ from symbiosis.server.openai_protocol import (
     StreamOptions,
     read,
 )
+from symbiosis.server.prompts import GIVEN, Prompts
 from symbiosis.serving.request import Sampling
 from tests.unit.test_serving_detokenize import bytes_tokenizer
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from symbiosis.errors import AdapterError
 from symbiosis.server.api_errors import ApiError
-from symbiosis.server.incoming.uploads import _config
+from symbiosis.server.uploads import _config
 from symbiosis.serving.lora import adapter_files
 from symbiosis.serving.lora.adapter import MOST_HEADER_BYTES
 from symbiosis.serving.lora.adapter_files import AdapterWeights, in_parallel, parse_tensors

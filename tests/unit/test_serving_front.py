@@ -1,7 +1,6 @@
 """What the front decides by the size of a body: what it refuses before anything is made of it, and what is made in a thread."""
 
 import asyncio
-import resource
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any, cast
 import pytest
 
 from symbiosis.server.api_errors import ApiError
-from symbiosis.server.incoming import connections
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
 from symbiosis.server.ipc.tenant_threads import LARGE, MANY_CHOICES, TenantThreads
 from symbiosis.server.openai_protocol import Continuation
@@ -108,15 +106,3 @@ def test_a_key_may_ask_however_few_requests_there_may_be(tmp_path: Path) -> None
     body: Any = SimpleNamespace(completions=1, continuation=None)
     with front.admitted(front.keys.tenant("Bearer eves-own-key"), body, 1, 1) as admission:
         admission.end()
-
-
-@pytest.mark.parametrize(("limit", "most"), [(300, 150), (100_000, 4096), (resource.RLIM_INFINITY, 4096)])
-def test_half_of_the_descriptors_are_for_those_who_are_known(
-    limit: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections.HttpConnection, "strangers", connections.UnauthenticatedConnections())
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, limit))
-    monkeypatch.setattr(resource, "setrlimit", lambda which, both: None)
-    connections.take_all_descriptors()
-    assert connections.HttpConnection.strangers._most == most
-    assert connections.HttpConnection.strangers._of_an_address == min(most, connections.MOST_OF_AN_ADDRESS)

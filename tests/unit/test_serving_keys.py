@@ -9,7 +9,7 @@ from starlette.requests import Request
 from symbiosis.errors import ConfigError
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.api_keys import LONGEST_FILE, Keys, Tenant, read_keys
-from symbiosis.server.incoming.authentication import Authentication
+from symbiosis.server.authentication import Authentication
 from tests.secret_files import write_secret
 
 

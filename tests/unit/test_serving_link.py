@@ -10,7 +10,7 @@ import pytest
 
 from symbiosis.errors import AdapterError
 from symbiosis.server.api_errors import ApiError
-from symbiosis.server.incoming.fair_share import FairShare
+from symbiosis.server.fair_share import FairShare
 from symbiosis.server.ipc import engine_server
 from symbiosis.server.ipc.engine_client import EngineClient
 from symbiosis.server.ipc.engine_ipc import (

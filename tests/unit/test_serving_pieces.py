@@ -16,12 +16,12 @@ from symbiosis.cluster.router.completion_fields import CompletionFields
 from symbiosis.cluster.router.relay import Relay
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.cluster.router.upstream import Lost, Upstream
+from symbiosis.server.connections import HttpConnection
+from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.generation import Generation
-from symbiosis.server.incoming.connections import HttpConnection
-from symbiosis.server.incoming.fair_share import FairShare, Lease
 from symbiosis.server.long_reply import Stream
 from symbiosis.server.response_format import CompletionWords
-from symbiosis.server.sse import SseWriter, outlet_to
+from symbiosis.server.sse import SseWriter
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -113,7 +113,7 @@ def streaming(remote: Remote, tokens: int, choices: int = 1, knows_connection: b
         generation.begin()
         words = CompletionWords("demo", tokenizer, False, [], [(65,)], choices)
         if not knows_connection:
-            del scope["symbiosis.connection"]
+            del scope["state"]["connection"]
         await Stream(generation, words, lambda: None, False)(scope, receive, send)
 
     return app
@@ -174,12 +174,12 @@ def relaying(answer: Upstream, view: ServerRegistry, lost: list[str]) -> tuple[R
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        async with outlet_to(send, scope) as outlet:
-            try:
-                await relay._stream(answer, outlet)
-            except Lost as error:
-                lost.append(str(error))
-                await outlet.take(b"", more=False)
+        outlet = SseWriter(send, scope)
+        try:
+            await relay._stream(answer, outlet)
+        except Lost as error:
+            lost.append(str(error))
+            await outlet.take(b"", more=False)
 
     return relay, app
 

@@ -29,15 +29,15 @@ from symbiosis.executor.observe.process_figures import process_figures
 from symbiosis.server import page
 from symbiosis.server.api_errors import ApiError, app_of, only_for, storing, unknown_model, wrong
 from symbiosis.server.api_keys import Tenant
-from symbiosis.server.incoming.authentication import Authentication
-from symbiosis.server.incoming.bodies import Bodies
-from symbiosis.server.incoming.fair_share import FairShare, Lease
-from symbiosis.server.incoming.uploads import received
+from symbiosis.server.authentication import Authentication
+from symbiosis.server.bodies import Bodies
+from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.ipc.tenant_threads import LARGE, TenantThreads
 from symbiosis.server.metrics import observed
 from symbiosis.server.observer import Observer
 from symbiosis.server.request_record import this_request
 from symbiosis.server.tracing import Tracing
+from symbiosis.server.uploads import received
 
 MOST_BYTES = 16 << 20  # of a body
 MOST_HELD = 1 << 30  # bytes of bodies whose answers are not over, and of answers that are not whole
@@ -182,7 +182,7 @@ def make_app(front: RouterState) -> ASGIApp:
         ("GET", "/figures", figures),
         ("GET", "/", shown_page),
     ]
-    return front.observer.watch(only_for(front.hosts, app_of(front, table)))
+    return front.observer.watch(only_for(front.hosts, "", app_of(front, table)))
 
 
 async def completion(front: RouterState, request: Request) -> ASGIApp:

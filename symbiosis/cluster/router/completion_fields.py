@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from symbiosis.server.api_errors import wrong
-from symbiosis.server.incoming.json_costs import without_texts
+from symbiosis.server.json_costs import without_texts
 from symbiosis.server.openai_protocol import AS_CHECKED, MOST, Continuation, decoded, refusing
 from symbiosis.serving.engine.limits import check_number
 

@@ -22,11 +22,11 @@ from symbiosis.cluster.router.progress import DONE, FAILED, Progress
 from symbiosis.cluster.router.server_registry import InFlight, ServerRegistry
 from symbiosis.cluster.router.upstream import Lost, Upstream
 from symbiosis.server.api_errors import REASONS, ApiError, unknown_model
-from symbiosis.server.incoming.bodies import until_hung_up
-from symbiosis.server.incoming.fair_share import Lease
+from symbiosis.server.bodies import until_hung_up
+from symbiosis.server.fair_share import Lease
 from symbiosis.server.request_record import this_request
 from symbiosis.server.serving_state import OTHER_BASE
-from symbiosis.server.sse import SseWriter, outlet_to
+from symbiosis.server.sse import SseWriter
 
 logger = logging.getLogger("symbiosis")
 
@@ -94,10 +94,7 @@ class Relay:
         assert work is not None
         watch.add_done_callback(lambda _: None if watch.cancelled() or self._is_over else work.cancel())
         try:
-            async with outlet_to(send, scope) as outlet:
-                await self._run(outlet)
-        except TimeoutError:
-            return  # without the end of the answer: the connection is closed
+            await self._run(SseWriter(send, scope))
         except asyncio.CancelledError:
             if not watch.done() or watch.cancelled():
                 raise

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-import uvicorn
 
 from symbiosis.base import procs
 from symbiosis.base.logs import JsonLines, write_lines
@@ -16,7 +15,7 @@ from symbiosis.cluster.router.router_options import RouterOptions
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.cluster.router.upstream import show_to_servers
 from symbiosis.server import tracing
-from symbiosis.server.incoming.connections import HttpConnection, take_all_descriptors
+from symbiosis.server.connections import server_of
 
 
 async def serve(started: RouterOptions, listener: socket.socket) -> None:
@@ -27,13 +26,8 @@ async def serve(started: RouterOptions, listener: socket.socket) -> None:
     own = socket.create_server(("127.0.0.1", started.port), reuse_port=True)  # with a successor, while it ends itself
     spans = tracing.opened("symbiosis-front")
     front = RouterState(view, started.api_keys, started.host, started.allowed_hosts, spans)
-    HttpConnection.observer = front.observer
-    config = uvicorn.Config(
-        make_app(front), http=HttpConnection, ws="none", lifespan="off", log_config=None,
-        log_level="warning", access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(started.drain_s),
-    )  # fmt: skip
     print(f"{started.name} at http://127.0.0.1:{own.getsockname()[1]}", flush=True)
-    await uvicorn.Server(config).serve(sockets=[listener, own])
+    await server_of(make_app(front), front.observer, [listener, own], started.drain_s).serve(sockets=[listener, own])
     following.cancel()
 
 
@@ -41,7 +35,6 @@ def main(argument: str) -> None:
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
     )  # uvicorn raises it once more at its end: spans are sent then
-    take_all_descriptors()
     write_lines()
     started = msgspec.json.decode(argument, type=RouterOptions)
     show_to_servers(procs.heard)

@@ -19,7 +19,7 @@ from symbiosis.cluster.placement import Fleet, PlacedServer, RoutingRequest, Sta
 from symbiosis.cluster.router.upstream import Lost, Upstream
 from symbiosis.errors import ConfigError
 from symbiosis.protocol.cluster_state import Member, Told, read_told, told_file
-from symbiosis.server.incoming.fair_share import FairShare
+from symbiosis.server.fair_share import FairShare
 from symbiosis.text import shown
 
 logger = logging.getLogger("symbiosis")

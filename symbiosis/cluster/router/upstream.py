@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from symbiosis.server.incoming.front_end_token import HEADER
+from symbiosis.server.api_errors import SECRET_HEADER
 
 MOST_UNREAD = 256 << 10  # bytes; the server waits beyond that
 CONNECT_S = 2.0
@@ -21,7 +21,7 @@ _ours: dict[str, str] = {}  # headers of each request
 
 def show_to_servers(secret: str) -> None:
     """Have each request show that it comes from a front end of the cluster."""
-    _ours[HEADER] = secret
+    _ours[SECRET_HEADER] = secret
 
 
 class Lost(Exception):

@@ -14,7 +14,7 @@ import msgspec
 from symbiosis.base.logs import about_request, request_id
 from symbiosis.build import build
 from symbiosis.server.api_errors import ApiError, failed
-from symbiosis.server.incoming.fair_share import FairShare
+from symbiosis.server.fair_share import FairShare
 from symbiosis.server.ipc.engine_ipc import (
     LENGTH,
     Answer,

@@ -1,8 +1,7 @@
 """Reads the bodies of requests. Each must come at some pace, and only so many may be slow at a time."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
@@ -23,7 +22,7 @@ class Bodies:
         self._open: dict[asyncio.Timeout, int] = {}  # bytes that they take of the memory, in the order of their coming
 
     async def read(self, request: Request, most: int) -> bytes:
-        """Return the whole body."""
+        """Return the whole body, of at most so many bytes."""
         pieces = bytearray()
         await self.pieces(request, most, pieces.extend, in_memory=True)
         return bytes(pieces)
@@ -35,38 +34,29 @@ class Bodies:
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
             raise _too_large(most)
-        began, received = asyncio.get_running_loop().time(), 0
+        ends, received = asyncio.get_running_loop().time() + self._longest_s, 0
         try:
-            async with asyncio.timeout_at(began + self._longest_s) as limit:
-                with self._among_others(limit):
+            async with asyncio.timeout_at(ends) as limit:
+                if len(self._open) >= self._most:
+                    self._end_oldest()
+                self._open[limit] = 0
+                try:
                     async for piece in request.stream():
                         received += len(piece)
                         if received > most:
                             raise _too_large(most)
                         take(piece)
-                        self._more_came(limit, received * in_memory, began + self._longest_s + received / SLOWEST)
+                        if limit in self._open:  # else it was chosen to end
+                            self._open[limit] = received * in_memory
+                            limit.reschedule(ends + received / SLOWEST)
+                            if len(self._open) > 1 and sum(self._open.values()) > self._most_bytes:
+                                self._end_oldest()
+                finally:
+                    self._open.pop(limit, None)
         except TimeoutError:
             raise ApiError(408, f"the body did not come in time: {received} bytes of it did") from None
         except ClientDisconnect:
             raise ApiError(400, "the body broke off", reason="client_left") from None
-
-    @contextmanager
-    def _among_others(self, limit: asyncio.Timeout) -> Iterator[None]:
-        if len(self._open) >= self._most:
-            self._end_oldest()
-        self._open[limit] = 0
-        try:
-            yield
-        finally:
-            self._open.pop(limit, None)
-
-    def _more_came(self, limit: asyncio.Timeout, held: int, ends: float) -> None:
-        if limit not in self._open:
-            return  # it was chosen to end
-        self._open[limit] = held
-        limit.reschedule(ends)
-        if len(self._open) > 1 and sum(self._open.values()) > self._most_bytes:
-            self._end_oldest()
 
     def _end_oldest(self) -> None:
         oldest = next(iter(self._open))

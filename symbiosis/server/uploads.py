@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 
 from symbiosis.server.api_errors import wrong
-from symbiosis.server.incoming.bodies import Bodies
+from symbiosis.server.bodies import Bodies
 from symbiosis.serving.lora.adapter import LARGE_CONFIG, LARGE_HEADER, MOST_CONFIG_PARTS, MOST_HEADER_BYTES, parts
 
 

@@ -9,12 +9,11 @@ from starlette.requests import Request
 from symbiosis.base.hosts import Hosts
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.api_keys import Keys, Tenant
-from symbiosis.server.incoming.connections import now_known
 from symbiosis.server.request_record import this_request
 
 
 class Authentication:
-    """What serves requests that show keys. A connection counts as a known client's from then on.
+    """What serves requests that show keys.
 
     Args:
         host: Where it listens.
@@ -27,10 +26,11 @@ class Authentication:
         self.hosts = Hosts(host, allowed_hosts or ("*" if api_keys else ()))
 
     def tenant(self, request: Request) -> Tenant:
-        self._refuse_foreign_pages(request)
+        if not self.keys.are_needed and is_of_another_site(request.headers):  # a page cannot know a key
+            message = "a web page of another site may not use a server without API keys"
+            raise ApiError(403, message, code="forbidden", reason="foreign_page")
         tenant = self.keys.tenant(request.headers.get("authorization"))
         this_request().tenant = tenant.name
-        now_known(request.scope)
         return tenant
 
     def asking(self, request: Request) -> Tenant:
@@ -43,13 +43,6 @@ class Authentication:
         """Raise `ApiError` unless whoever sends this request may change what belongs to everybody."""
         self.tenant(request)
         self.keys.administrator(request.headers.get("authorization"))
-
-    def _refuse_foreign_pages(self, request: Request) -> None:
-        """Raise `ApiError` if a page of another site sends this through somebody's browser. It cannot know a key, so it matters only where
-        none is needed."""
-        if not self.keys.are_needed and is_of_another_site(request.headers):
-            message = "a web page of another site may not use a server without API keys"
-            raise ApiError(403, message, code="forbidden", reason="foreign_page")
 
 
 def is_of_another_site(headers: Headers) -> bool:

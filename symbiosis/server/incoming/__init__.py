@@ -1,1 +1,0 @@
-"""What clients send: bodies of requests, and adapters."""
