@@ -5,7 +5,7 @@ of one version of one adapter, and by no others. Only full blocks are shared, an
 """
 
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from hashlib import blake2b
@@ -56,6 +56,11 @@ class BlockManager:
     def spare(self) -> int:
         """How many pages `grow` can still get."""
         return self.pool.free + len(self._unused) * self.layers
+
+    def held_by(self, sequences: Iterable[Sequence]) -> int:
+        """How many more pages `grow` could get if these sequences were released."""
+        users = Counter(block for each in sequences for block in each.blocks)
+        return sum(self.layers - len(block.gone) for block, count in users.items() if count == block.users)
 
     def find(self, sequence: Sequence) -> int:
         """Give a sequence the blocks of its first tokens that were computed before, and return how many tokens that is. At least one

@@ -57,7 +57,7 @@ class Pace:
         >>> [pace.gives_way(512, 0.0, now, coming=40) for now in (0.1, 1.0)], pace.gives_way(512, 0.0, 0.1, coming=2000)
         ([True, False], False)
         """
-        if not self._least < rows <= self.piece(began):
+        if not self._rows_per_s.is_known or not self._least < rows <= self.piece(began):
             return False
         left = rows - self._rows_per_s.value * (now - began)
         return 2 * left > coming

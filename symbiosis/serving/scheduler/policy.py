@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 LOOKAHEAD = 64  # sequences that are passed by at most, to find one that fits
 MOST_OVERTAKEN = 32  # times that one may be passed by; then nobody overtakes it any more
+LONGER = 2  # times as many tokens left to compute: then a prompt gives way to another
 PART = 0.2  # of the rows of shorter prompts: what longer ones get beside them; twice that where tenants share
 SHORT = 64  # tokens of a prompt that is not worth cutting
 INPUT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, to its tenant
@@ -36,6 +37,17 @@ class Waits(Protocol):
     def has_begun(self) -> bool: ...
 
 
+class Runs(Protocol):
+    """A sequence that runs, as far as policies look at it."""
+
+    overtaken: int
+
+    @property
+    def uncomputed(self) -> int: ...
+    @property
+    def may_wait_again(self) -> bool: ...
+
+
 class Prompt(Protocol):
     """A sequence whose prompt is being computed, as far as policies look at it."""
 
@@ -46,6 +58,7 @@ class Prompt(Protocol):
 
 
 W = TypeVar("W", bound=Waits)
+R = TypeVar("R", bound=Runs)
 P = TypeVar("P", bound=Prompt)
 
 
@@ -97,6 +110,22 @@ def admit(order: Iterable[W], batch: StepBatch, start: Callable[[W], bool]) -> l
         if batch.may_take(0, sequence.tenant):
             passed.append(sequence)
     return joined
+
+
+def longer(running: Sequence[R], tokens: int) -> list[R]:
+    """Return the running prompts that give way to one of so many tokens, the newest first: those that have told no token, have `LONGER` times
+    as many left to compute, and were overtaken less than `MOST_OVERTAKEN` times. The first of several sequences keeps its place.
+
+    >>> from types import SimpleNamespace as S
+    >>> running = [S(uncomputed=n * 100, overtaken=0, may_wait_again=n != 3) for n in (5, 4, 3, 2, 1)]
+    >>> [each.uncomputed for each in longer(running, 100)], len(longer(running[:1], 100))
+    ([200, 400], 1)
+    """
+    return [
+        each
+        for each in reversed(running[1:] or running)
+        if each.may_wait_again and each.uncomputed >= LONGER * tokens and each.overtaken < MOST_OVERTAKEN
+    ]
 
 
 def giving_way(running: Iterable[W], waiting: Iterable[W], most_of_tenant: int | None) -> list[W]:
@@ -180,21 +209,14 @@ def prompt_rows(
         prompts: In the order of their coming.
         most: Rows in all.
         piece: Rows in all if no prompt ends.
-        whose: Who shares rows alike with others.
+        whose: Who shares rows alike with others, but for the first of their prompts that are not worth cutting.
         whole: Each prompt is computed in one piece, and saves up for it.
     """
     wanted = Counter[str]()
     for each in prompts:
         wanted[whose(each)] += each.uncomputed
     part = PART * min(2, len(wanted))
-    left = shared(wanted, most if wanted.total() <= most else int(most / (1 + part)))
-    rows: dict[P, int] = {}
-    for each in sorted(prompts, key=lambda prompt: prompt.uncomputed):
-        if each.uncomputed > max(piece, SHORT, sum(rows.values())):
-            break
-        if each.uncomputed <= left[whose(each)]:
-            rows[each] = each.uncomputed
-            left[whose(each)] -= each.uncomputed
+    rows = _ending(prompts, most if wanted.total() <= most else int(most / (1 + part)), piece, whose, wanted)
     firsts: dict[str, P] = {}
     for each in prompts:
         if each not in rows:
@@ -212,6 +234,24 @@ def prompt_rows(
         rows[shortest] = min(mine - paid, shortest.uncomputed)
         if whole:
             rows[shortest] = 0 if paid or not mine else shortest.uncomputed
+    return rows
+
+
+def _ending(
+    prompts: Sequence[P], most: int, piece: int, whose: Callable[[P], str], wanted: Mapping[str, int]
+) -> dict[P, int]:
+    """Return the rows of the prompts that end in this step."""
+    rows: dict[P, int] = {}
+    left, served, room = shared(wanted, most), set[str](), most
+    for each in sorted(prompts, key=lambda prompt: prompt.uncomputed):
+        count, name = each.uncomputed, whose(each)
+        if count > max(piece, SHORT, most - room):
+            break
+        if count <= room and (count <= left[name] or (count <= SHORT and name not in served)):
+            rows[each] = count
+            room -= count
+            left[name] -= count
+            served.add(name)
     return rows
 
 

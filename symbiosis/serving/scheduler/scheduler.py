@@ -3,12 +3,17 @@ the order.
 
 A sequence waits, runs, and is gone. It joins as soon as there is room for its adapter and its tokens. When no room is left for the next
 token of a sequence, the newest one gives up its blocks and waits again. The tokens that it has chosen so far then belong to its prompt.
+
+A waiting prompt for which there is no place, or are no pages, gets those of running prompts that have told no token and have at least twice
+as many tokens left, the newest first. Each of these waits in its old turn again, and finds what it had computed unless its pages were needed.
+A sequence is overtaken by `MOST_OVERTAKEN` others at most, whether it gives way or waits: then nobody passes it, and it keeps its place.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import islice
 from typing import Any, Protocol
 
@@ -131,8 +136,9 @@ class Scheduler:
         """
         if self.rules.policy != "abort":
             return []
-        tried = [each for each in self.waiting if each not in self._untried]
-        untried = [each for each in self.waiting if each in self._untried]
+        waiting = [each for each in self.waiting if not each.began]  # what has given way is not given up
+        tried = [each for each in waiting if each not in self._untried]
+        untried = [each for each in waiting if each in self._untried]
         within = self.rules.first_token_s
         return policy.too_late(tried, now, within, self._takes.value) + policy.too_late(untried, now, within, 0.0)
 
@@ -151,7 +157,10 @@ class Scheduler:
 
     def gives_way(self, step: SchedulerOutput, now: float, coming: int) -> bool:
         """Whether a step that is being computed should be composed anew, since a prompt of so many tokens has come, and can join."""
-        if len(self.running) >= self.rules.max_batch or self._blocks.needed(coming) > self._blocks.spare():
+        longer = policy.longer(self.running, coming)
+        if len(self.running) - len(longer) >= self.rules.max_batch:
+            return False
+        if self._blocks.needed(coming) > self._blocks.spare() + self._blocks.held_by(longer):
             return False
         return self._pace.gives_way(step.rows, step.began, now, coming)
 
@@ -200,26 +209,61 @@ class Scheduler:
         self._something_changed = True
 
     def _admit(self, now: float) -> None:
-        """Let sequences join. A tenant that was alone may run more than its share; what is beyond that gives way now."""
+        """Let sequences join. A tenant that was alone may run more than its share; what is beyond that gives way now, and so do long prompts to
+        short ones."""
         self._join(now)
         for sequence in policy.giving_way(self.running, self.waiting, self.rules.of_tenant):
             self._evict(sequence)
         if self._something_changed:
             self._join(now)
+        prompts = [each for each in self.waiting if not each.has_begun] if policy.longer(self.running, 1) else []
+        for sequence in nsmallest(policy.LOOKAHEAD, prompts, key=lambda each: each.uncomputed):
+            if not (longer := policy.longer(self.running, sequence.uncomputed)):
+                break
+            self._overtake(longer, sequence, now)
 
     def _join(self, now: float) -> None:
-        rules, several_wait = self.rules, len({each.tenant for each in self.waiting}) > 1
-        versions = frozenset(each.version for each in self.running) - {0}
-        tenants = Counter(each.tenant for each in self.running)
-        batch = policy.StepBatch(
-            len(self.running), rules.max_batch, versions, rules.adapters_in_batch, tenants,
-            rules.of_tenant if several_wait else None,
-        )  # fmt: skip
+        batch = self._batch(self.running, several={each.tenant for each in self.waiting})
         joined = set(policy.admit(self._order(now), batch, self._start))
         self.waiting = [each for each in self.waiting if each not in joined]
         self._untried.clear()
         for sequence in joined:
             self._begin(sequence, now)
+
+    def _batch(self, running: Collection[Sequence], several: Collection[str]) -> policy.StepBatch:
+        """Return the batch of these, in which a tenant has a limit if there are several."""
+        rules, of_tenant = self.rules, self.rules.of_tenant if len(several) > 1 else None
+        versions = frozenset(each.version for each in running) - {0}
+        tenants = Counter(each.tenant for each in running)
+        return policy.StepBatch(len(running), rules.max_batch, versions, rules.adapters_in_batch, tenants, of_tenant)
+
+    def _overtake(self, longer: list[Sequence], sequence: Sequence, now: float) -> None:
+        """Let a waiting sequence run in the place of as few of these as can be."""
+        passed = self.waiting[: bisect_left(self.waiting, _coming(sequence), key=_coming)]
+        if any(each.overtaken >= policy.MOST_OVERTAKEN for each in passed):
+            return
+        if not self._batch(self.running, self._of_tenant).may_take(0, sequence.tenant):
+            longer = [each for each in longer if each.tenant == sequence.tenant]
+        if not self._has_room_without(longer, sequence):
+            return
+        fewest = next(n for n in range(len(longer) + 1) if self._has_room_without(longer[:n], sequence))
+        for each in longer[:fewest]:
+            self._evict(each)
+            each.overtaken += 1
+        if self._start(sequence):
+            self.waiting.remove(sequence)
+            self._begin(sequence, now)
+            for each in passed:
+                each.overtaken += 1
+
+    def _has_room_without(self, others: list[Sequence], sequence: Sequence) -> bool:
+        """Whether a sequence has a place and pages when these do not run."""
+        batch = self._batch([each for each in self.running if each not in others], self._of_tenant)
+        pages = self._blocks.needed(len(sequence.tokens)) + batch.sequences * self._blocks.layers
+        if self._residency is not None and sequence.adapter is not None and not self._is_here(sequence):
+            pages += self._residency.pages_of(sequence.adapter)
+        has_place = not batch.is_full and batch.may_take(sequence.version, sequence.tenant)
+        return has_place and pages <= self._blocks.spare() + self._blocks.held_by(others)
 
     def _prefetch(self, now: float) -> None:
         """Bring adapters of the sequences that are next to the device if nothing else needs the room; each only once, so that they do not come and
@@ -233,7 +277,8 @@ class Scheduler:
         if self.rules.policy == "vtc":
             return policy.by_fairness(waiting, self._counters)
         if self.rules.policy == "abort":
-            return policy.by_deadline(waiting, self._arrivals.at(now), self._begun.at(now))
+            given_way, new = [each for each in waiting if each.began], [each for each in waiting if not each.began]
+            return [*given_way, *policy.by_deadline(new, self._arrivals.at(now), self._begun.at(now))]
         return waiting
 
     def _begin(self, sequence: Sequence, now: float) -> None:

@@ -38,7 +38,7 @@ class Sequence:
     computed: int = 0  # of its tokens, those whose keys and values lie in the blocks
     cached: int = 0  # of its prompt, those whose keys and values were there when it began
     began: float = 0.0  # when it joined the batch
-    overtaken: int = 0  # by so many later ones, since there was no room for it
+    overtaken: int = 0  # by so many later ones, since there was no room for it, or since it gave way
     owed: float = 0.0  # rows of its prompt, since shorter ones were computed before it
 
     @property
@@ -82,6 +82,11 @@ class Sequence:
     def has_begun(self) -> bool:
         """Whether tokens of its request were handed out already, or are about to be."""
         return self.produced > 0 or not self.is_first
+
+    @property
+    def may_wait_again(self) -> bool:
+        """Whether it loses nothing when it gives up its blocks: nothing was told, and what was computed is found again."""
+        return not self.has_begun and not (self.computed and self.scores_prompt)
 
     @property
     def produced(self) -> int:
