@@ -1,18 +1,19 @@
-"""An executor's pages: `/health` for probes, `/metrics` for Prometheus. One thread serves a few connections at a time, each for a few
-seconds, so that visitors cannot take more of the executor than that."""
+"""An executor's pages: `/health` for probes, `/metrics` for Prometheus. Few connections are served at a time, each for a few seconds, so that
+visitors cannot take more of the executor than that."""
 
 import gzip
 import json
 import logging
-import re
-import selectors
 import socket
-from collections.abc import Callable, Container, Iterator
+import sys
+from collections.abc import Container, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from threading import Thread
-from time import monotonic
-from typing import NamedTuple, Protocol
+from http.server import BaseHTTPRequestHandler
+from io import BytesIO
+from socketserver import TCPServer, ThreadingMixIn
+from threading import Lock, Thread
+from time import monotonic, sleep
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client.core import Metric
@@ -25,14 +26,9 @@ from symbiosis.protocol.endpoints import is_loopback
 
 MOST_CONNECTIONS = 32  # another one takes the place of the oldest
 LONGEST_HEAD = 8 << 10  # bytes of a request
-HEAD_S, ANSWER_S, GOODBYE_S = 2.0, 10.0, 1.0  # limits for a request, an answer and the end of a connection
+VISIT_S, LOOK_S = 10.0, 0.5  # the longest connection; between two looks at how long they last
 SCRAPE_SHARE = 0.1  # most of the time that collecting figures may take: it keeps the executor's thread from running
 STALLED_S = 30.0  # an executor whose loop has not looked at its clock for so long is stalled
-REQUEST = re.compile(r"([A-Z]{1,16}) (\S+) HTTP/1\.[01]")
-REASONS = {
-    200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 431: "Request Header Fields Too Large",
-    500: "Internal Server Error", 503: "Service Unavailable",
-}  # fmt: skip
 logger = logging.getLogger("symbiosis.executor")
 
 
@@ -51,65 +47,12 @@ class PageSource(Protocol):
     def clients(self) -> int: ...
 
 
-class PageRequest(NamedTuple):
-    """A request: its path, its query, and its headers by their names in small letters."""
-
-    method: str
-    path: str
-    query: dict[str, list[str]]
-    headers: dict[str, str]
-
-
 class PageAnswer(NamedTuple):
-    """An HTTP response."""
+    """The status of an answer, its body and its headers."""
 
     status: int
     body: bytes
-    headers: tuple[tuple[str, str], ...] = (("Content-Type", "text/plain; charset=utf-8"),)
-
-    @classmethod
-    def error(cls, status: int, text: str, *headers: tuple[str, str]) -> "PageAnswer":
-        return cls(status, f"{text}\n".encode(), (*cls._field_defaults["headers"], *headers))
-
-    def as_bytes(self, with_body: bool) -> bytes:
-        headers = (*self.headers, ("Content-Length", str(len(self.body))), ("Connection", "close"))
-        head = [f"HTTP/1.1 {self.status} {REASONS[self.status]}", *(f"{name}: {value}" for name, value in headers)]
-        return "\r\n".join((*head, "", "")).encode() + (self.body if with_body else b"")
-
-
-def parsed(head: bytes) -> PageRequest | PageAnswer:
-    """Return the request in `head`, or the error to answer with.
-
-    >>> parsed(b"GET /metrics?a=1 HTTP/1.1\\r\\nAccept: text/plain\\r\\n")
-    PageRequest(method='GET', path='/metrics', query={'a': ['1']}, headers={'accept': 'text/plain'})
-    >>> parsed(b"POST /metrics HTTP/1.1").status
-    405
-    """
-    first, *lines = head.decode("latin-1").splitlines() or [""]
-    match = REQUEST.fullmatch(first)
-    if match is None:
-        return PageAnswer.error(400, "this is not an HTTP/1.1 request")
-    if match[1] not in ("GET", "HEAD"):
-        return PageAnswer.error(405, "these pages are read-only", ("Allow", "GET, HEAD"))
-    try:
-        target = urlsplit(match[2])
-        query = parse_qs(target.query, max_num_fields=64)
-    except ValueError:
-        return PageAnswer.error(400, "this is not a valid address")
-    pairs = (line.partition(":") for line in lines)
-    return PageRequest(match[1], target.path, query, {name.strip().lower(): value.strip() for name, _, value in pairs})
-
-
-@dataclass(slots=True, eq=False)
-class Visitor:
-    """One connection: what it has sent, and what is still to be sent to it."""
-
-    socket: socket.socket
-    ends: float
-    head: bytearray = field(default_factory=bytearray)
-    request: PageRequest | None = None
-    answer: memoryview | None = None
-    leaving: bool = False
+    headers: dict[str, str] = {}
 
 
 class Named(NamedTuple):
@@ -125,166 +68,139 @@ class Named(NamedTuple):
                 yield metric
 
 
-class Pages:
-    """Serves `http://HOST:PORT/health` and `/metrics`, also while the executor starts and there is no `server` yet."""
+class PageRequest(BaseHTTPRequestHandler):
+    """One connection, which asks for one page."""
 
-    server: PageSource | None = None
+    server: "Pages"
+    timeout = VISIT_S
+
+    def setup(self) -> None:
+        """Read the head of the request, and no more than a head may have."""
+        super().setup()
+        head = b""
+        while (line := self.rfile.readline(LONGEST_HEAD - len(head))).strip():
+            head += line
+        self.rfile = BytesIO(head + b"\r\n")
+
+    def do_GET(self) -> None:
+        answer = self.server.answer(self.path, self.headers)
+        self.send_response(answer.status)
+        headers = {
+            "Content-Type": "text/plain; charset=utf-8",
+            "Content-Length": str(len(answer.body)),
+            **answer.headers,
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(answer.body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+class Pages(ThreadingMixIn, TCPServer):
+    """Serves `http://HOST:PORT/health` and `/metrics`, also while the executor starts and there is no executor to `show` yet."""
+
+    daemon_threads = allow_reuse_address = True
+    request_queue_size = MOST_CONNECTIONS
+    _executor: PageSource | None = None
 
     def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
+            super().__init__((host, port), PageRequest)
         except OSError as error:
             raise ConfigError(f"cannot serve metrics at {host}:{port}: {error}") from None
-        self._socket.setblocking(False)
         # beyond this machine, whoever connects may read them, by whatever name
         self._hosts = Hosts(host, () if is_loopback(f"{host}:{port}") else "*")
-        self.port: int = self._socket.getsockname()[1]
-        self._visitors: dict[Visitor, None] = {}  # the oldest first
-        self._next_scrape = 0.0
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ, self._accept)
-        Thread(target=self._run, name="symbiosis-pages", daemon=True).start()
+        self.port: int = self.server_address[1]
+        self._open: dict[Any, float] = {}  # connections, the oldest first, and when each has to end
+        self._scrapes, self._next_scrape = Lock(), 0.0
+        Thread(target=self.serve_forever, args=[LOOK_S], name="symbiosis-pages", daemon=True).start()
 
     def url(self, path: str) -> str:
-        host = self._socket.getsockname()[0]
-        return f"http://[{host}]:{self.port}{path}" if ":" in host else f"http://{host}:{self.port}{path}"
+        host = self.server_address[0]
+        return f"http://[{host!s}]:{self.port}{path}" if ":" in str(host) else f"http://{host!s}:{self.port}{path}"
 
-    def show(self, server: PageSource, figures: Collector) -> None:
+    def show(self, executor: PageSource, figures: Collector) -> None:
         """Show this executor, and these figures, from now on."""
-        self._figures, self.server = figures, server
+        self._figures, self._executor = figures, executor
 
-    # ------------------------------------------------------------------ what is told
+    def answer(self, target: str, headers: Any) -> PageAnswer:
+        """Return what is at a path, for a request with these headers."""
+        if "host" in headers and not self._hosts.has(headers["host"]):
+            return PageAnswer(400, b"these pages are not known by that name: ask for them by their address\n")
+        try:
+            path, query = urlsplit(target).path, parse_qs(urlsplit(target).query, max_num_fields=64)
+        except ValueError:
+            return PageAnswer(400, b"this is not a valid address\n")
+        try:
+            if path == "/health":
+                return self.health()
+            if path == "/metrics":
+                return self.metrics(query.get("name[]"), headers.get("accept", ""), headers.get("accept-encoding", ""))
+        except Exception as error:  # whatever it is, the pages stay up
+            logger.exception("cannot answer %s", path)
+            return PageAnswer(500, f"{type(error).__name__}: see the executor's log\n".encode())
+        return PageAnswer(404, b"see /health and /metrics\n")
 
     def health(self) -> PageAnswer:
         """Answer 200 if calls are answered, else 503, with the status (`starting`, `ready`, `draining` or `stalled`), the seconds since the
         loop last ran, how many clients are joined, and the fingerprint of the model."""
-        status = "starting" if self.server is None else self.server.health(STALLED_S)
+        executor = self._executor
+        status = "starting" if executor is None else executor.health(STALLED_S)
         told: dict[str, object] = {"status": status}
-        if self.server is not None and status != "starting":
-            told |= {"turned_s": round(self.server.turned_s, 1), "clients": self.server.clients}
-            told["fingerprint"] = self.server.fingerprint
+        if executor is not None and status != "starting":
+            told |= {"turned_s": round(executor.turned_s, 1), "clients": executor.clients}
+            told["fingerprint"] = executor.fingerprint
         body = json.dumps(told).encode() + b"\n"
-        return PageAnswer(200 if status == "ready" else 503, body, (("Content-Type", "application/json"),))
+        return PageAnswer(200 if status == "ready" else 503, body, {"Content-Type": "application/json"})
 
-    def metrics(self, request: PageRequest) -> PageAnswer:
-        """Answer as Prometheus's own servers do."""
-        if self.server is None:
-            return PageAnswer.error(503, "the executor is starting")
-        encode, kind = choose_encoder(request.headers.get("accept", ""))
-        names = request.query.get("name[]")
-        body = encode(Named(self._figures, names) if names else self._figures)  # type: ignore[arg-type]
-        if "gzip" not in request.headers.get("accept-encoding", ""):
-            return PageAnswer(200, body, (("Content-Type", kind),))
-        return PageAnswer(200, gzip.compress(body), (("Content-Type", kind), ("Content-Encoding", "gzip")))
+    def metrics(self, names: list[str] | None, accepts: str, encodings: str) -> PageAnswer:
+        """Answer as Prometheus's own servers do, in turn, and not more often than `SCRAPE_SHARE` allows."""
+        if self._executor is None:
+            return PageAnswer(503, b"the executor is starting\n")
+        encode, kind = choose_encoder(accepts)
+        with self._scrapes:
+            sleep(max(0.0, self._next_scrape - monotonic()))
+            begun = monotonic()
+            body = encode(Named(self._figures, names) if names else self._figures)  # type: ignore[arg-type]
+            self._next_scrape = begun + (monotonic() - begun) / SCRAPE_SHARE
+        if "gzip" not in encodings:
+            return PageAnswer(200, body, {"Content-Type": kind})
+        return PageAnswer(200, gzip.compress(body), {"Content-Type": kind, "Content-Encoding": "gzip"})
 
-    def _answer(self, request: PageRequest) -> PageAnswer:
-        if "host" in request.headers and not self._hosts.has(request.headers["host"]):
-            return PageAnswer.error(400, "these pages are not known by that name: ask for them by their address")
-        try:
-            if request.path == "/health":
-                return self.health()
-            return (
-                self.metrics(request)
-                if request.path == "/metrics"
-                else PageAnswer.error(404, "see /health and /metrics")
-            )
-        except Exception as error:  # whatever it is, the pages stay up
-            logger.exception("cannot answer %s", request.path)
-            return PageAnswer.error(500, f"{type(error).__name__}: see the executor's log")
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own."""
+        if len(self._open) >= MOST_CONNECTIONS:
+            self._hang_up(next(iter(self._open)))
+        self._open[request] = monotonic() + VISIT_S
+        super().process_request(request, client_address)
 
-    # ------------------------------------------------------------------ connections
+    def service_actions(self) -> None:
+        """Hang up on who takes too long, whatever it is that he does."""
+        for request, ends in list(self._open.items()):
+            if monotonic() > ends:
+                self._hang_up(request)
 
-    def _run(self) -> None:
-        while True:
-            for key, _ in self._selector.select(self._sleep_s()):
-                key.data()
-            self._scrape()
-            for visitor in [one for one in self._visitors if one.ends <= monotonic()]:
-                self._end(visitor)
+    def _hang_up(self, request: Any) -> None:
+        """End a connection; its thread notices."""
+        self._open.pop(request, None)
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
-    def _sleep_s(self) -> float | None:
-        """Return how long to sleep if nothing arrives; None for as long as it takes."""
-        ends = [visitor.ends for visitor in self._visitors]
-        if any(self._wants_figures(visitor) for visitor in self._visitors):
-            ends.append(self._next_scrape)
-        return max(0.0, min(ends) - monotonic()) if ends else None
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._socket.accept()
-        except OSError:  # the visitor has gone, or no descriptor is left
-            return
-        connection.setblocking(False)
-        if len(self._visitors) >= MOST_CONNECTIONS:
-            # the oldest of those that have asked nothing yet
-            self._end(min(self._visitors, key=lambda one: (one.answer or one.request) is not None))
-        visitor = Visitor(connection, monotonic() + HEAD_S)
-        self._visitors[visitor] = None
-        self._await(visitor, selectors.EVENT_READ, self._read)
-
-    def _await(self, visitor: Visitor, what: int, then: Callable[[Visitor], None]) -> None:
-        def act() -> None:
-            try:
-                then(visitor)
-            except BlockingIOError:
+    def shutdown_request(self, request: Any) -> None:
+        with suppress(OSError):  # closing while the visitor still sends would reset the connection and lose the answer
+            request.shutdown(socket.SHUT_WR)
+            while request.recv(LONGEST_HEAD):
                 pass
-            except Exception as error:  # whatever it is, it ends this connection only
-                if not isinstance(error, OSError):
-                    logger.exception("a page's connection")
-                self._end(visitor)
+        self._open.pop(request, None)
+        self.close_request(request)
 
-        with suppress(KeyError):
-            self._selector.unregister(visitor.socket)
-        self._selector.register(visitor.socket, what, act)
-
-    def _read(self, visitor: Visitor) -> None:
-        said = visitor.socket.recv(LONGEST_HEAD)
-        if not said:
-            self._end(visitor)
-        if visitor.request or visitor.leaving or not said:  # what follows a request is ignored
-            return
-        visitor.head += said
-        head, ended, _ = bytes(visitor.head).replace(b"\r\n", b"\n").partition(b"\n\n")
-        if len(head) > LONGEST_HEAD:
-            self._say(visitor, PageAnswer.error(431, f"a request may have {LONGEST_HEAD} bytes"))
-        elif ended:
-            request = parsed(head)
-            if isinstance(request, PageAnswer):
-                self._say(visitor, request)
-                return
-            visitor.request, visitor.ends = request, monotonic() + ANSWER_S
-            if not self._wants_figures(visitor):
-                self._say(visitor, self._answer(request))
-
-    def _wants_figures(self, visitor: Visitor) -> bool:
-        return visitor.answer is None and visitor.request is not None and visitor.request.path == "/metrics"
-
-    def _scrape(self) -> None:
-        """Collect figures for one visitor, unless the last time was too recent for what it took (`SCRAPE_SHARE`)."""
-        waiting = [visitor for visitor in self._visitors if self._wants_figures(visitor)]
-        begun = monotonic()
-        if waiting and waiting[0].request and begun >= self._next_scrape:
-            self._say(waiting[0], self._answer(waiting[0].request))
-            now = monotonic()
-            self._next_scrape = now + (now - begun) * (1 / SCRAPE_SHARE - 1)
-
-    def _say(self, visitor: Visitor, answer: PageAnswer) -> None:
-        with_body = visitor.request is None or visitor.request.method == "GET"
-        visitor.answer, visitor.ends = memoryview(answer.as_bytes(with_body)), monotonic() + ANSWER_S
-        self._await(visitor, selectors.EVENT_WRITE, self._write)
-
-    def _write(self, visitor: Visitor) -> None:
-        assert visitor.answer is not None
-        visitor.answer = visitor.answer[visitor.socket.send(visitor.answer) :]
-        if not visitor.answer:  # closing before the visitor has read all would reset the connection and lose the answer
-            visitor.leaving, visitor.ends = True, monotonic() + GOODBYE_S
-            visitor.socket.shutdown(socket.SHUT_WR)
-            self._await(visitor, selectors.EVENT_READ, self._read)
-
-    def _end(self, visitor: Visitor) -> None:
-        if visitor in self._visitors:
-            del self._visitors[visitor]
-            with suppress(KeyError):
-                self._selector.unregister(visitor.socket)
-            visitor.socket.close()
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whatever it is, it ends this connection only."""
+        if not isinstance(sys.exception(), OSError):
+            logger.exception("a page's connection")
