@@ -250,9 +250,9 @@ class ForkedRank:
 def _run_rank() -> None:
     code: Any = 1
     try:
-        from symbiosis.executor.ranks import rank
+        from symbiosis.base.procs import become
 
-        rank.main()
+        become("symbiosis.executor.ranks.rank:main", hears=True)
         code = 0
     except SystemExit as error:
         code = error.code

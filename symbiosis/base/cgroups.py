@@ -37,26 +37,16 @@ def _upwards(at: Path, own: str, top: str) -> Iterator[Path]:
     yield from (at / each for each in (inside, *inside.parents))
 
 
-def free_memory(root: Path = ROOT) -> int:
-    """Return how many bytes this process's groups leave it; where none has a limit, as many as there can be."""
-    free = sys.maxsize
+def memory(root: Path = ROOT) -> tuple[int, int]:
+    """Return the least limit of this process's groups in bytes, and how many they leave it; where none has a limit, as many as there can be."""
+    limit = free = sys.maxsize
     for folder in folders("memory", root):
         for most, used, cached in MEMORY:
             with suppress(OSError, ValueError, LookupError):  # there is no such file, or no limit
+                limit = min(limit, own := int((folder / most).read_text()))
                 told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                room = int((folder / most).read_text()) - int((folder / used).read_text())
-                free = min(free, room + int(told[cached]))
-    return max(0, free)
-
-
-def memory_limit(root: Path = ROOT) -> int:
-    """Return the least limit of this process's groups in bytes; where there is none, as much as there can be."""
-    found = [sys.maxsize]
-    for folder in folders("memory", root):
-        for most, *_ in MEMORY:
-            with suppress(OSError, ValueError):
-                found.append(int((folder / most).read_text()))
-    return min(found)
+                free = min(free, own - int((folder / used).read_text()) + int(told[cached]))
+    return limit, max(0, free)
 
 
 def usable_cores(root: Path = ROOT) -> float:

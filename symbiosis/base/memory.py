@@ -17,12 +17,12 @@ def free_memory(root: Path = ROOT) -> int:
     if not (root / "proc/meminfo").exists():
         return sys.maxsize
     told = meminfo(root)
-    return min(told["MemAvailable"] + told["SwapFree"], cgroups.free_memory(root))
+    return min(told["MemAvailable"] + told["SwapFree"], cgroups.memory(root)[1])
 
 
 def whole_memory(root: Path = ROOT) -> int:
     """Return how many bytes all that runs here could have together."""
-    return min(meminfo(root)["MemTotal"], cgroups.memory_limit(root))
+    return min(meminfo(root)["MemTotal"], cgroups.memory(root)[0])
 
 
 def meminfo(root: Path = ROOT) -> dict[str, int]:

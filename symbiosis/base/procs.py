@@ -13,8 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import IO
+
+from symbiosis.base.logs import name_process
 
 logger = logging.getLogger("symbiosis")
 
@@ -93,15 +96,32 @@ class Child:
 _parent_is_gone = threading.Event()
 _has_word = threading.Event()  # the parent's, which the next SIGTERM stands for
 _is_needed: Callable[[], bool] = bool
-heard = ""  # what the parent said first (`hear`)
+heard = ""  # what the parent said first
 
 
-def hear() -> str:
-    """Take the first line of stdin, before `follow_parent`. What other users must not know is told so: they can read command lines."""
+def program(entry: str, *arguments: str, name: str = "", most_s: float = 0.0, hears: bool = False) -> list[str]:
+    """Return the words of a `Child` that runs a function, with these arguments on its command line; the others are those of `become`."""
+    code = f"from symbiosis.base.procs import become; become({entry!r}, {name!r}, {most_s!r}, {hears!r})"
+    return ["-c", code, *arguments]
+
+
+def become(entry: str, name: str = "", most_s: float = 0.0, hears: bool = False) -> None:
+    """Run `MODULE:FUNCTION` in a child of a process of ours.
+
+    Args:
+        name: Whose its lines of the log are.
+        most_s: As of `follow_parent`.
+        hears: Take the first line of stdin. What other users must not know is told so: they can read command lines.
+    """
     global heard
-    with open(0, "rb", buffering=0, closefd=False) as stdin:  # noqa: PTH123  (what follows the line stays there)
-        heard = stdin.readline().decode().strip()
-    return heard
+    if hears:
+        with open(0, "rb", buffering=0, closefd=False) as stdin:  # noqa: PTH123  (what follows the line stays there)
+            heard = stdin.readline().decode().strip()
+    follow_parent(most_s)
+    if name:
+        name_process(name)
+    module, _, function = entry.partition(":")
+    getattr(import_module(module), function)()
 
 
 def follow_parent(most_s: float = 0.0) -> None:

@@ -3,9 +3,9 @@
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from symbiosis.base.cgroups import usable_cores
+from symbiosis.base.problems import Finding
 from symbiosis.cluster.controller.base_fingerprints import WHAT_TO_DO
 from symbiosis.cluster.controller.preflight import (
     bundle_of,
@@ -21,8 +21,6 @@ from symbiosis.server.launch.footprint import HOST, lacking, places, told
 
 OWN_DESCRIPTORS = 64  # of a process that does nothing
 
-Finding = tuple[Literal["ok", "warn", "FAIL"], str, str]  # state, text, remedy
-
 
 def findings(file: Path) -> Iterator[Finding]:
     """Yield what is wrong with a cluster's file on this machine, one by one. Of a cluster that runs, yield how its processes are."""
@@ -34,11 +32,11 @@ def findings(file: Path) -> Iterator[Finding]:
         check(plan).close()
     except ConfigError as error:
         for line in str(error).splitlines():
-            yield "FAIL", line, ""
+            yield Finding("FAIL", "cluster", line)
         return
     if plan.backend == "local":
         yield from _limits(plan)
-    yield "ok", f"{file}: {_told(plan)} can be started{_memory(plan)}", ""
+    yield Finding("ok", "cluster", f"{file}: {_told(plan)} can be started{_memory(plan)}")
 
 
 def _told(plan: Plan) -> str:
@@ -60,19 +58,20 @@ def _limits(plan: Plan) -> Iterator[Finding]:
     free = free_memory_of(footprint_of(plan, plan.models))
     full = footprint_of(plan, plan.models, most=True, free=free)
     for line in lacking("all servers that may run, with all their pages in use,", full, free):
-        yield "warn", line, ""
+        yield Finding("warn", "cluster", line)
     threads = max(model.threads for model in plan.models.values())
     if threads > (cores := usable_cores()):
-        yield (
+        yield Finding(
             "warn",
+            "cluster",
             f"{threads} threads of a process have the time of {cores:g} cores",
             "Give its model fewer `threads`",
         )
     sequences = sum(model.most * server_options(plan, name).max_batch for name, model in plan.models.items())
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if 2 * sequences + OWN_DESCRIPTORS > descriptors:
-        yield (
-            "warn", f"a front end may have {descriptors} file descriptors, and two for each of {sequences} sequences that run at once",
+        yield Finding(
+            "warn", "cluster", f"a front end may have {descriptors} file descriptors, and two for each of {sequences} sequences that run at once",
             "Raise the hard limit: ulimit -Hn, LimitNOFILE of systemd, or --ulimit nofile of docker",
         )  # fmt: skip
 
@@ -82,7 +81,9 @@ def _running(of: Told) -> Finding:
     late = [f"{each.name} is {each.state}" for each in due if each.state != "ready"]
     text = f"{of.name} runs at {of.url}/v1: {len(due) - len(late)} of {len(due)} processes are ready"
     if others := [each for each in due if each.state == "other-base"]:
-        return "FAIL", f"{text}; {', '.join(late)}", f"{others[0].name}: {WHAT_TO_DO.format(others[0].model)}"
+        return Finding(
+            "FAIL", "cluster", f"{text}; {', '.join(late)}", f"{others[0].name}: {WHAT_TO_DO.format(others[0].model)}"
+        )
     if late:
-        return "warn", f"{text}; {', '.join(late)}", "The log of `symbiosis cluster up` says why"
-    return "ok", text, ""
+        return Finding("warn", "cluster", f"{text}; {', '.join(late)}", "The log of `symbiosis cluster up` says why")
+    return Finding("ok", "cluster", text)

@@ -9,15 +9,15 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from symbiosis.base import requirements
 from symbiosis.base.cgroups import usable_cores
 from symbiosis.base.memory import free_memory, meminfo, whole_memory
+from symbiosis.base.problems import Finding
 from symbiosis.base.reporting import versions
 from symbiosis.cli.cluster_findings import findings
 from symbiosis.cli.model_fit import room_for
@@ -37,20 +37,6 @@ TORCH_ON_GPUS = 2, 11  # the newest that is known to be right there
 FEW_CLIENTS = 16  # an executor should have file descriptors for more than these
 
 
-@dataclass(frozen=True)
-class Check:
-    """One finding, and what to do about it."""
-
-    state: Literal["ok", "warn", "FAIL"]
-    name: str
-    text: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        line = f"{self.state:<4}  {self.name:<16}  {self.text}"
-        return f"{line}. {self.remedy}" if self.remedy else line
-
-
 def run(endpoint: str | None, model: str | None = None, cluster: Path | None = None) -> int:
     """Print every check as it is made; the exit status is 1 if something is broken."""
     broken = False
@@ -60,7 +46,7 @@ def run(endpoint: str | None, model: str | None = None, cluster: Path | None = N
     return int(broken)
 
 
-def checks(endpoint: str | None, model: str | None = None, cluster: Path | None = None) -> Iterator[Check]:
+def checks(endpoint: str | None, model: str | None = None, cluster: Path | None = None) -> Iterator[Finding]:
     """Yield all checks. An executor that is not there is a failure only if the user named it. With a `model`, say where it fits; with the
     file of a `cluster`, look at that, and at no executor that was not named."""
     yield check_versions()
@@ -71,11 +57,9 @@ def checks(endpoint: str | None, model: str | None = None, cluster: Path | None 
     yield check_shared_memory()
     yield check_descriptors()
     if model is not None:
-        state, text, remedy = room_for(model)
-        yield Check(state, "room", text, remedy)
+        yield room_for(model)
     if cluster is not None:
-        for state, text, remedy in findings(cluster):
-            yield Check(state, "cluster", text, remedy)
+        yield from findings(cluster)
         if endpoint is None:
             return
     wanted = endpoint is not None or "SYMBIOSIS_ENDPOINT" in os.environ
@@ -83,51 +67,51 @@ def checks(endpoint: str | None, model: str | None = None, cluster: Path | None 
         yield from check_executor(url, wanted)
 
 
-def check_versions() -> Check:
+def check_versions() -> Finding:
     found = versions()
     missing = [name for name, version in found.items() if version == "-"]
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     if missing:
-        return Check("FAIL", "versions", text, f"Install what is missing: pip install {' '.join(missing)}")
+        return Finding("FAIL", "versions", text, f"Install what is missing: pip install {' '.join(missing)}")
     try:
         requirements.check()
     except OutdatedPackage as error:
-        return Check("FAIL", "versions", text, str(error))
-    return Check("ok", "versions", text)
+        return Finding("FAIL", "versions", text, str(error))
+    return Finding("ok", "versions", text)
 
 
-def check_threads() -> Check:
-    """Check how many threads torch takes in each process: the executor and every client have such a pool."""
+def check_threads() -> Finding:
+    """Finding how many threads torch takes in each process: the executor and every client have such a pool."""
     import torch
 
     cores, usable, threads = len(os.sched_getaffinity(0)), usable_cores(), torch.get_num_threads()
     text = f"{cores} cores, {threads} torch threads in each process"
     if threads > usable:
-        return Check(
+        return Finding(
             "warn", "threads", f"{text}, and a cgroup that gives them the time of {usable:g} cores",
             f"Set OMP_NUM_THREADS={max(1, int(usable))} or less: threads beyond that wait for each other",
         )  # fmt: skip
     if threads > 1:
-        return Check(
+        return Finding(
             "warn", "threads", text,
             "Executor and clients on one host would compete: set OMP_NUM_THREADS so that their sum is the number of cores",
         )  # fmt: skip
-    return Check("ok", "threads", text)
+    return Finding("ok", "threads", text)
 
 
-def check_memory() -> Check:
-    """Check that an executor has room here, whatever its model is, and say what a cgroup leaves of the machine's memory."""
+def check_memory() -> Finding:
+    """Finding that an executor has room here, whatever its model is, and say what a cgroup leaves of the machine's memory."""
     free, whole, machine = free_memory(), whole_memory(), meminfo()["MemTotal"]
     text = f"{free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
     if whole < machine:
         text += f" in its cgroup (the machine has {machine / 2**30:.1f})"
     if free < EXECUTOR:
         remedy = "Raise the limit, or end what else runs there"
-        return Check("FAIL", "memory", f"{text}, and a process with torch takes {EXECUTOR >> 20} MiB", remedy)
-    return Check("ok", "memory", text)
+        return Finding("FAIL", "memory", f"{text}, and a process with torch takes {EXECUTOR >> 20} MiB", remedy)
+    return Finding("ok", "memory", text)
 
 
-def check_gpus() -> Check:
+def check_gpus() -> Finding:
     """List the GPUs by the driver's own tool, because asking CUDA would initialise it in this process."""
     nvidia_smi = shutil.which("nvidia-smi")
     if nvidia_smi is None:
@@ -136,60 +120,62 @@ def check_gpus() -> Check:
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return Check("FAIL", "devices", f"the driver does not answer: {error}", "Reload or reinstall the NVIDIA driver")
+        return Finding(
+            "FAIL", "devices", f"the driver does not answer: {error}", "Reload or reinstall the NVIDIA driver"
+        )
     gpus = listed.stdout.strip().splitlines()
     build = importlib.metadata.version("torch")
     if "+cpu" in build:
-        return Check("warn", "devices", "; ".join(gpus), f"torch {build} cannot use them: install torch's CUDA build")
+        return Finding("warn", "devices", "; ".join(gpus), f"torch {build} cannot use them: install torch's CUDA build")
     if tuple(map(int, build.split(".")[:2])) > TORCH_ON_GPUS:
-        return Check(
+        return Finding(
             "warn", "devices", "; ".join(gpus),
             f"torch {build} frees memory of CUDA graphs that are in use when others are dropped (PyTorch's issue 193402): take torch 2.11",
         )  # fmt: skip
-    return Check("ok", "devices", "; ".join(gpus))
+    return Finding("ok", "devices", "; ".join(gpus))
 
 
-def check_cpu_build() -> Check:
-    """Check, without a GPU, that torch has not brought gigabytes of CUDA packages along."""
+def check_cpu_build() -> Finding:
+    """Finding, without a GPU, that torch has not brought gigabytes of CUDA packages along."""
     import torch
 
     text = f"cpu ({platform.machine()}); no NVIDIA driver"
     if torch.version.cuda is None:
-        return Check("ok", "devices", text)
-    return Check(
+        return Finding("ok", "devices", text)
+    return Finding(
         "warn", "devices", f"{text}, but torch {torch.__version__} is a CUDA build, gigabytes larger than one for CPUs",
         f"Where there is a GPU, install its driver; else: pip install --extra-index-url {CPU_INDEX} torch=={torch.__version__.partition('+')[0]}+cpu",
     )  # fmt: skip
 
 
-def check_mps() -> Check:
-    """Check for CUDA MPS, which lets clients and executor share a GPU at the same time. Without it their kernels take turns."""
+def check_mps() -> Finding:
+    """Finding for CUDA MPS, which lets clients and executor share a GPU at the same time. Without it their kernels take turns."""
     if shutil.which("nvidia-smi") is None:
-        return Check("ok", "CUDA MPS", "not needed without a GPU")
+        return Finding("ok", "CUDA MPS", "not needed without a GPU")
     first, *others = mps.places()
     found = mps.state(first)
     if found is mps.PipesState.SERVES:
-        return Check("ok", "CUDA MPS", f"running, pipes in {first}")
+        return Finding("ok", "CUDA MPS", f"running, pipes in {first}")
     if found is mps.PipesState.SILENT:
-        return Check(
+        return Finding(
             "FAIL", "CUDA MPS", f"the daemon with pipes in {first} does not answer",
             f"Programs that use CUDA may hang: end the process whose number is in {first / mps.CONTROL}.pid",
         )  # fmt: skip
     for pipes in others:
         if mps.state(pipes) is mps.PipesState.SERVES:
-            return Check(
+            return Finding(
                 "warn", "CUDA MPS", "running, but not where CUDA looks", f"Start clients with {mps.PIPES}={pipes}"
             )
     if shutil.which(mps.CONTROL) is None:
-        return Check("warn", "CUDA MPS", "not installed", mps.INSTALL)
-    return Check(
+        return Finding("warn", "CUDA MPS", "not installed", mps.INSTALL)
+    return Finding(
         "warn", "CUDA MPS", f"none with pipes in {first}: processes on one GPU take turns",
         f"Start the executor with --mps, or a daemon with: {mps.CONTROL} -d; or set {mps.PIPES} as a running one has it",
     )  # fmt: skip
 
 
-def check_shared_memory() -> Check:
-    """Check shared memory: local:// passes sealed memory segments, and data loaders use /dev/shm."""
+def check_shared_memory() -> Finding:
+    """Finding shared memory: local:// passes sealed memory segments, and data loaders use /dev/shm."""
     try:
         fd = os.memfd_create("symbiosis-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -197,35 +183,37 @@ def check_shared_memory() -> Check:
         finally:
             os.close(fd)
     except OSError as error:
-        return Check(
+        return Finding(
             "FAIL", "shared memory", f"memfd: {error}", "local:// needs it: raise the memory limit, or use tcp://"
         )
     shm = Path("/dev/shm")
     if not shm.is_dir():
-        return Check(
+        return Finding(
             "warn", "shared memory", "memfd works; no /dev/shm", "Mount it: torch's data loader workers use it"
         )
     free = shutil.disk_usage(shm).free
     text = f"memfd works; /dev/shm has {free / 2**30:.1f} GiB free"
     if free < LITTLE_SHM:
-        return Check("warn", "shared memory", text, "Enlarge it (docker run --shm-size=1g): data loader workers use it")
-    return Check("ok", "shared memory", text)
+        return Finding(
+            "warn", "shared memory", text, "Enlarge it (docker run --shm-size=1g): data loader workers use it"
+        )
+    return Finding("ok", "shared memory", text)
 
 
-def check_descriptors() -> Check:
-    """Check the limit of descriptors. An executor holds four for each client on its host, and some tens of its own."""
+def check_descriptors() -> Finding:
+    """Finding the limit of descriptors. An executor holds four for each client on its host, and some tens of its own."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     clients = max(0, (soft - 64) // 4)
     text = f"{soft} (hard limit {hard}): enough for {clients} clients on this host"
     if clients < FEW_CLIENTS:
-        return Check("warn", "file descriptors", text, "Raise it before you start the executor: ulimit -n 1024")
-    return Check("ok", "file descriptors", text)
+        return Finding("warn", "file descriptors", text, "Raise it before you start the executor: ulimit -n 1024")
+    return Finding("ok", "file descriptors", text)
 
 
-def check_executor(endpoint: str, wanted: bool) -> Iterator[Check]:
+def check_executor(endpoint: str, wanted: bool) -> Iterator[Finding]:
     """Whether an executor is there, can be reached, and how soon it answers."""
     if problem := socket_problem(endpoint):
-        yield Check("FAIL" if wanted else "warn", "executor", problem, how_to_start_one(endpoint))
+        yield Finding("FAIL" if wanted else "warn", "executor", problem, how_to_start_one(endpoint))
         return
     from symbiosis.client.session import Session
     from symbiosis.errors import SymbiosisError
@@ -235,12 +223,12 @@ def check_executor(endpoint: str, wanted: bool) -> Iterator[Check]:
             welcome = session.welcome
             served = sum(layer.kind != "client" for layer in welcome.manifest)
             text = f"{endpoint} serves {welcome.model_class}, {served} layers, model {welcome.fingerprint[:12]}"
-            yield Check("ok", "executor", text)
-            yield Check(
+            yield Finding("ok", "executor", text)
+            yield Finding(
                 "ok", "round trip", f"{echo_p50_us(session):.0f} us (p50 of {ECHOES} echoes of {ECHO_VALUES} values)"
             )
     except SymbiosisError as error:
-        yield Check("FAIL", "executor", str(error))  # our errors say themselves what to do
+        yield Finding("FAIL", "executor", str(error))  # our errors say themselves what to do
 
 
 def socket_problem(endpoint: str) -> str:

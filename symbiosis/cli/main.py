@@ -5,37 +5,25 @@ import subprocess
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
-import typer.core
 
 from symbiosis.base.memory import look_seldom
 from symbiosis.build import build
-from symbiosis.cli.struct_options import Given, takes
-from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.cli import cluster
+from symbiosis.cli.commands import Given, InLines, takes
+from symbiosis.errors import ConfigError
 from symbiosis.executor.options import Options, load_as, load_options
 from symbiosis.protocol.endpoints import default_endpoints
 from symbiosis.serving.serve_options import ServeOptions
 from symbiosis.text import shown
 
-
-class InLines(typer.core.TyperCommand):
-    """A command that ends with a line for each error of the user's. Any other exception is a bug, and shows its traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except SymbiosisError as error:
-            for line in str(error).splitlines():
-                typer.echo(f"error: {line}", err=True)
-            raise typer.Exit(2) from None
-
-
 # Plain help and errors: a wrong option is a line or two, and not a box.
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 executor_app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+app.add_typer(cluster.app, name="cluster")
 
 
 def _say_version(asked: bool) -> None:
@@ -87,93 +75,6 @@ def serve(given: Given, config: Path | None) -> None:
     from symbiosis.server.launch.serve_processes import serve as run
 
     run(options, listener)
-
-
-cluster_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Run many servers and executors as one: start, watch and end them.",
-)
-app.add_typer(cluster_app, name="cluster")
-ClusterName = Annotated[
-    str | None, typer.Argument(metavar="[CLUSTER]", help="Default: the only one of yours that runs on this host.")
-]
-
-
-@cluster_app.command("up", cls=InLines)
-def cluster_up(
-    file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Models, and how many executors and servers of each.")],
-    backend: Annotated[str | None, typer.Option(help="Where executors and servers run: local, on this host, or ray, on the nodes of the Ray cluster that this host belongs to. Default: as the file says, else local.")] = None,
-) -> None:  # fmt: skip
-    """Start a cluster and watch over it until it is told to end."""
-    from symbiosis.cluster.controller.commands import up
-
-    up(file, backend)
-
-
-@cluster_app.command("status", cls=InLines)
-def cluster_status(cluster: ClusterName = None, as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False) -> None:  # fmt: skip
-    """Print the processes of a cluster and their load."""
-    from symbiosis.cluster.controller.commands import status
-
-    status(cluster, as_json)
-
-
-@cluster_app.command("top", cls=InLines)
-def cluster_top(
-    cluster: ClusterName = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one plain view and end.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two views.")] = 1.0,
-) -> None:  # fmt: skip
-    """Watch a cluster: the load, the memory and the pace of each server, and what waits."""
-    from symbiosis.cluster.controller.commands import top
-
-    top(cluster, once, interval)
-
-
-@cluster_app.command("drain", cls=InLines)
-def cluster_drain(name: Annotated[str, typer.Argument(metavar="NAME", help="A process, as status names it.")], cluster: ClusterName = None) -> None:  # fmt: skip
-    """Let one process hand over what it does, and end."""
-    from symbiosis.cluster.controller.commands import order
-
-    order(cluster, "drain", name)
-
-
-@cluster_app.command("roll", cls=InLines)
-def cluster_roll(cluster: ClusterName = None, only: Annotated[str, typer.Option(metavar="NAME", help="Only the processes of this model, or this process.")] = "") -> None:  # fmt: skip
-    """Replace all processes one after the other, without an answer or a call lost."""
-    from symbiosis.cluster.controller.commands import order
-
-    order(cluster, "roll", only)
-
-
-@cluster_app.command("apply", cls=InLines)
-def cluster_apply(file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The file of a running cluster, with other models or aliases.")]) -> None:  # fmt: skip
-    """Let a running cluster serve the models that its file has now: new ones start, others end when nobody uses them any more."""
-    from symbiosis.cluster.controller.commands import apply
-
-    apply(file)
-
-
-@cluster_app.command("shift", cls=InLines)
-def cluster_shift(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What clients ask for.")],
-    shares: Annotated[list[str], typer.Argument(metavar="MODEL=SHARE ...", help="The models that answer, and how much of the requests each gets, in proportion.")],
-    new: Annotated[bool, typer.Option("--new", help="NAME may be one that is no alias yet.")] = False,
-    cluster: Annotated[str | None, typer.Option(help="Default: the only one of yours that runs on this host.")] = None,
-) -> None:  # fmt: skip
-    """Divide the requests for a name among models, for example versions of one, from the next request on."""
-    from symbiosis.cluster.controller.commands import shift
-
-    shift(cluster, name, shares, new)
-
-
-@cluster_app.command("down", cls=InLines)
-def cluster_down(cluster: ClusterName = None) -> None:
-    """End a cluster, and return when it has ended."""
-    from symbiosis.cluster.controller.commands import down
-
-    down(cluster)
 
 
 @app.command(cls=InLines)

@@ -1,10 +1,10 @@
 """Where the weights of a model fit: on this machine, on one of its GPUs, or on several (`symbiosis doctor --model`). It loads no torch."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
 from symbiosis.base.dtypes import DTYPE_BITS
 from symbiosis.base.memory import free_memory
+from symbiosis.base.problems import Finding
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
 from symbiosis.executor.preflight import free_gpu_memory, visible_gpus
@@ -15,29 +15,23 @@ BESIDE = (
 )  # of a device's free memory, for products and for what clients bring; on the host, an executor's process comes on top
 
 
-class Verdict(NamedTuple):
-    """What is found, how bad it is, and what to do."""
-
-    state: Literal["ok", "warn", "FAIL"]
-    text: str
-    remedy: str = ""
-
-
-def room_for(model: str) -> Verdict:
+def room_for(model: str) -> Finding:
     """Say where the weights of a model fit, as they are stored or in half as many bits."""
     try:
         files = weight_files(located(model))
         if not files:
-            return Verdict("FAIL", f"there are no *.safetensors of {model}", "Name a checkpoint's folder, or a hub id")
+            return Finding(
+                "FAIL", "room", f"there are no *.safetensors of {model}", "Name a checkpoint's folder, or a hub id"
+            )
         stored, half = weights_nbytes(files), weights_nbytes(files, DTYPE_BITS["bfloat16"])
     except ConfigError as error:
-        return Verdict("FAIL", str(error))
+        return Finding("FAIL", "room", str(error))
     numbers = range(len(visible_gpus() or ()))
     gpus = [free_gpu_memory(f"cuda:{number}") or 0 for number in numbers]
     return fits(model, stored, min(stored, half), free_memory(), gpus)
 
 
-def fits(model: str, stored: int, half: int, host: int, gpus: Sequence[int]) -> Verdict:
+def fits(model: str, stored: int, half: int, host: int, gpus: Sequence[int]) -> Finding:
     """Say where so many bytes fit, or `half` of them: on the host, and on GPUs with so many free bytes each.
 
     >>> fits("m", 10 << 30, 5 << 30, 64 << 30, [8 << 30, 8 << 30]).text
@@ -47,11 +41,11 @@ def fits(model: str, stored: int, half: int, host: int, gpus: Sequence[int]) -> 
     told = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in free)
     text = f"{model} has {_gib(stored)} GiB of weights; free: {told} GiB"
     if ways := ways_for(stored, host, gpus):
-        return Verdict("ok", f"{text}. It fits on: {'; '.join(ways)}")
+        return Finding("ok", "room", f"{text}. It fits on: {'; '.join(ways)}")
     if ways := ways_for(half, host, gpus):
-        return Verdict("warn", f"{text}. It fits nowhere", f"With --dtype bfloat16 it does: {'; '.join(ways)}")
-    return Verdict(
-        "FAIL", f"{text}. It fits nowhere", "End what else runs here, or take a smaller model or more devices"
+        return Finding("warn", "room", f"{text}. It fits nowhere", f"With --dtype bfloat16 it does: {'; '.join(ways)}")
+    return Finding(
+        "FAIL", "room", f"{text}. It fits nowhere", "End what else runs here, or take a smaller model or more devices"
     )
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
-from symbiosis.base.procs import Child
+from symbiosis.base.procs import Child, program
 from symbiosis.errors import SymbiosisError
 
-EXECUTOR = "from symbiosis.base.procs import follow_parent; follow_parent(); from symbiosis.cli.main import executor_main; executor_main()"
 START = b"start\n"
 START_S, STOP_S = 180.0, 10.0  # the longest waits for a process to start and to end
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # nothing is fetched from anywhere
@@ -117,7 +116,7 @@ def executor(folder: Path, *arguments: str, threads: int = 1) -> Iterator[Partic
     child = None
     try:
         with whole():
-            child = Participant("executor", ["-c", EXECUTOR, *arguments], folder, threads)
+            child = Participant("executor", program("symbiosis.cli.main:executor_main", *arguments), folder, threads)
         deadline = time.monotonic() + START_S
         while not child.lines:
             if not child.still_runs():

@@ -19,6 +19,7 @@ PolicyName = Literal["immediate", "lockstep", "opportunistic"]  # `executor/sche
 LAST_GPU = 255
 SMALLEST_SHARE, LARGEST_SHARE, MOST_UNLIKE = 1e-6, 1e15, 1000
 MAY_BE_ZERO = ("max_wait_us", "spread_rows", "gather_buffers")
+COUNTS = (*MAY_BE_ZERO, "max_batch_tokens", "workers", "ranks", "heartbeat_s", "max_bytes", *Limits.__struct_fields__)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,17 +128,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _check_numbers(self) -> None:
         """Raise `ConfigError` if a number is out of range."""
-        for name in (
-            "max_wait_us",
-            "spread_rows",
-            "gather_buffers",
-            "max_batch_tokens",
-            "workers",
-            "ranks",
-            "heartbeat_s",
-            "max_bytes",
-            *Limits.__struct_fields__,
-        ):
+        for name in COUNTS:
             value = getattr(self, name)
             if value is not None and not value > 0 and name not in (*MAY_BE_ZERO, *RATES):
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")
@@ -254,6 +245,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.share_weights is None and self._has_rates:
             return False
         return self.share_weights is not False and any(map(socket_path, self.listen))
+
+    @property
+    def shares_all_weights(self) -> bool:
+        """Whether such clients can map every layer. On GPUs they map what lies on their own, and no parts of tensors."""
+        is_divided = len(self.places) > 1 and (self.shard == "fsdp" or len(set(self.places)) > 1)
+        return self.shares_weights and not (self.on_gpu and is_divided)
 
     @property
     def _has_rates(self) -> bool:

@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from symbiosis.base.dtypes import DTYPE_BITS
 from symbiosis.base.folders import check_caches
 from symbiosis.base.memory import free_memory
 from symbiosis.base.ownership import check_socket, make_folder, resolved
+from symbiosis.base.problems import problems_of, refuse
 from symbiosis.errors import ConfigError
 from symbiosis.executor import mps
 from symbiosis.executor.model.checkpoint import (
@@ -31,7 +31,7 @@ from symbiosis.executor.model.checkpoint import (
 from symbiosis.executor.model.host_room import loading_nbytes
 from symbiosis.executor.observe.audit_log import AuditLog
 from symbiosis.executor.options import Options
-from symbiosis.protocol.endpoints import is_loopback, open_to_others, parts_of
+from symbiosis.protocol.endpoints import is_loopback, of_rank, open_to_others, parts_of
 
 DEVICE = re.compile(r"cpu(?::0)?|cuda(?::(\d+))?")
 SMALLER = "end what else runs there, or choose a smaller model"
@@ -42,25 +42,11 @@ def check(options: Options) -> str:
     """Return the model's name, or raise `ConfigError` with a line for each thing that is wrong."""
     requirements.check()
     with ExitStack() as held:  # ports stay taken until all are, so that two options cannot want the same one
-        if problems := [line for test in TESTS for line in test(options, held)]:
-            raise ConfigError("\n".join(dict.fromkeys(problems)))
+        refuse(problems_of(CHECKS, options, held))
     assert options.model is not None
     return options.model
 
 
-def _said(test: Callable[[Options, ExitStack], object]) -> Callable[[Options, ExitStack], Iterator[str]]:
-    """Make a test yield the messages of the ConfigErrors that it raises."""
-
-    def lines(options: Options, held: ExitStack) -> Iterator[str]:
-        try:
-            test(options, held)
-        except ConfigError as error:
-            yield str(error)
-
-    return lines
-
-
-@_said
 def check_model(options: Options, held: ExitStack) -> None:
     if options.model is None:
         raise ConfigError(f"no model: symbiosis-executor MODEL, or `model:` in a --config file. {MODEL}")
@@ -131,84 +117,69 @@ def check_room(model: str, needed: int, free: int, where: str, advice: str = SMA
         )
 
 
-def _is_endpoint(url: str) -> bool:
-    try:
-        return bool(parts_of(url))
-    except ConfigError:
-        return False
-
-
-def check_endpoints(options: Options, held: ExitStack) -> Iterator[str]:
+def check_endpoints(options: Options, held: ExitStack) -> None:
     """Check that each endpoint is valid and free."""
     ranks = len(options.places)
     if ranks > 1 and (unknown := [url for url in options.listen if url.endswith((":0", ":*"))]):
-        yield f"cannot listen at {unknown[0]} with {ranks} ranks: name a port, because rank K answers at PORT + K"
-        return
-    try:
-        listen = [url for rank in range(options.ranks_on_a_host) for url in options.of_rank(rank).listen]
-    except ConfigError as error:
-        if all(map(_is_endpoint, options.listen)):  # else it is found below
-            yield f"cannot listen: {error}"
-        listen = list(options.listen)
+        raise ConfigError(
+            f"cannot listen at {unknown[0]} with {ranks} ranks: name a port, because rank K answers at PORT + K"
+        )
+    listen, problems = list[str](), list[str]()
+    for url in options.listen:
+        try:
+            parts_of(url)
+            listen += [of_rank(url, rank) for rank in range(options.ranks_on_a_host)]
+        except ConfigError as error:
+            problems.append(f"cannot listen at {url}: {error}")
     for url in dict.fromkeys(listen):
         if listen.count(url) > 1 and not url.endswith((":0", ":*")):
-            yield f"cannot listen at {url} twice"
-        try:
-            scheme, address = parts_of(url)
-        except ConfigError as error:
-            yield f"cannot listen at {url}: {error}"
-            continue
-        yield from SCHEMES[scheme](address, options, held)
+            problems.append(f"cannot listen at {url} twice")
+        scheme, address = parts_of(url)
+        problems += problems_of([SCHEMES[scheme]], address, options, held)
+    refuse(problems)
 
 
-def check_inproc(address: str, options: Options, held: ExitStack) -> Iterator[str]:
-    yield (
+def check_inproc(address: str, options: Options, held: ExitStack) -> None:
+    raise ConfigError(
         f"cannot listen at inproc://{address}: only the executor's own process could reach it. Use local:// or tcp://, or an executor "
         "in your program: symbiosis.Executor(model)"
     )
 
 
-def check_local(address: str, options: Options, held: ExitStack) -> Iterator[str]:
+def check_local(address: str, options: Options, held: ExitStack) -> None:
     """Check the path of a Unix socket, and make its folder as the listener would."""
-    path = Path(address)
+    path, where = Path(address), f"cannot listen at local://{address}:"
     if len(os.fsencode(path)) > LONGEST_SOCKET:
-        yield f"cannot listen at local://{address}: the path has more than {LONGEST_SOCKET} bytes"
-        return
+        raise ConfigError(f"{where} the path has more than {LONGEST_SOCKET} bytes")
     try:
         make_folder(resolved(path.parent), shared=True)
     except ConfigError as error:
-        yield f"cannot listen at local://{address}: {error}"
-        return
-    try:
-        check_socket(path)
-    except ConfigError as error:
-        yield str(error)
+        raise ConfigError(f"{where} {error}") from None
+    check_socket(path)
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        yield f"cannot listen at local://{address}: you may not write to {path.parent}"
+        raise ConfigError(f"{where} you may not write to {path.parent}")
 
 
-def check_tcp(address: str, options: Options, held: ExitStack) -> Iterator[str]:
+def check_tcp(address: str, options: Options, held: ExitStack) -> None:
     """Check that a host and port are this machine's and free, and open to other machines only with keys."""
     import zmq
 
+    where = f"cannot listen at tcp://{address}:"
     if "?" in address:
-        yield f"cannot listen at tcp://{address}: what comes after ? is for clients. Here keys are given by --key and --tenants"
-        return
+        raise ConfigError(f"{where} what comes after ? is for clients. Here keys are given by --key and --tenants")
     if options.key is None and not is_loopback(address):
-        yield open_to_others(address)
-        return
+        raise ConfigError(open_to_others(address))
     context = held.enter_context(zmq.Context())  # leaving it waits until the port is free again
     listener = held.enter_context(context.socket(zmq.ROUTER))
     try:
         listener.bind(f"tcp://{address}")
     except zmq.ZMQError as error:
-        yield f"cannot listen at tcp://{address}: {error}"
+        raise ConfigError(f"{where} {error}") from None
 
 
 SCHEMES = {"inproc": check_inproc, "local": check_local, "tcp": check_tcp}
 
 
-@_said
 def check_metrics(options: Options, held: ExitStack) -> None:
     if options.metrics_port:
         family = socket.AF_INET6 if ":" in options.metrics_host else socket.AF_INET
@@ -223,19 +194,16 @@ def check_metrics(options: Options, held: ExitStack) -> None:
             ) from None
 
 
-@_said
 def check_keys(options: Options, held: ExitStack) -> None:
     if options.key is not None and options.tenants is not None:
         Keyring.open(options.key, options.tenants)
 
 
-@_said
 def check_audit_log(options: Options, held: ExitStack) -> None:
     if options.audit_log:
         AuditLog(Path(options.audit_log)).close()
 
 
-@_said
 def check_device(options: Options, held: ExitStack) -> None:
     """Check the devices with the driver's own tools, because asking CUDA would initialise it before MPS can be joined."""
     for device in dict.fromkeys(options.places):
@@ -257,19 +225,16 @@ def check_one_device(device: str, on_gpu: bool) -> None:
         raise ConfigError(f"--device {device!r}: this process sees {len(gpus)} GPUs{' (CUDA_VISIBLE_DEVICES)' if _visible() is not None else ''}")  # fmt: skip
 
 
-@_said
 def check_compiled(options: Options, held: ExitStack) -> None:
     if options.on_gpu:
         check_caches()
 
 
-@_said
 def check_hosts(options: Options, held: ExitStack) -> None:
     if options.hosts and "TORCHELASTIC_RUN_ID" not in os.environ:
         raise ConfigError("--hosts is for ranks that torchrun starts on several hosts: torchrun --nnodes N --no-python symbiosis-executor ...")  # fmt: skip
 
 
-@_said
 def check_mps(options: Options, held: ExitStack) -> None:
     if (
         options.mps
@@ -279,7 +244,7 @@ def check_mps(options: Options, held: ExitStack) -> None:
         raise ConfigError(mps.NONE)  # fmt: skip
 
 
-TESTS: tuple[Callable[[Options, ExitStack], Iterator[str]], ...] = (
+CHECKS = (
     check_model, check_endpoints, check_metrics, check_keys, check_audit_log, check_device, check_compiled, check_hosts,
     check_mps,
 )  # fmt: skip

@@ -26,7 +26,7 @@ from symbiosis.serving.engine.loop import Loop
 from tests.fault_proxy import FaultProxy
 from tests.serving_api import Api, client, eventually, http_process, is_up, web
 
-FRONT = "from symbiosis.cluster.router.router_process import main; import sys; main(sys.argv[1])"
+FRONT = "from symbiosis.cluster.router.router_process import main; main()"
 LONG: dict[str, Any] = {"model": "demo", "prompt": "def average(numbers):", "max_tokens": 200, "extra_body": {"ignore_eos": True}}  # fmt: skip
 DRAWS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 7, "n": 2}, {"temperature": 1.5, "top_p": 0.9, "seed": 1}]  # fmt: skip
 

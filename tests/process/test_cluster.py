@@ -482,8 +482,8 @@ def test_its_state_is_shown(api: openai.OpenAI, running: Running, folder: Path) 
     ]
     assert "demo-server-2" in command("status", "test").stdout
     shown = command("top", "--once", "--interval", "0.2").stdout
-    assert re.search(r"demo-server-1 +│ +demo │ +ready │ +\d+ │ +0 of 16 │ +\d+ % │ +[\d.]+ │ +0 │", shown), shown
-    assert re.search(r"demo-executor-1 +│ +demo │ +ready │ +\d+ │ +[2-9] clients │", shown), shown
+    assert re.search(r"demo-server-1 +demo +ready +\d+ +0 of 16 +\d+ % +[\d.]+ +0 ", shown), shown
+    assert re.search(r"demo-executor-1 +demo +ready +\d+ +[2-9] clients ", shown), shown
     assert "no process 'x': drain one of demo-executor-1" in command("drain", "x").stderr
     assert "roll --only demo-executor-1` replaces it" in command("drain", "demo-executor-1").stderr
     assert "no cluster 'x' of yours" in command("status", "x").stderr

@@ -8,7 +8,7 @@ from subprocess import PIPE
 
 import msgspec
 
-from symbiosis.base.procs import Child
+from symbiosis.base.procs import Child, program
 from symbiosis.cluster.router.router_options import RouterOptions
 from tests.serving_api import WAIT_S, web
 
@@ -36,12 +36,8 @@ def test_spans_are_sent_before_it_ends_and_no_sighup_ends_it(tmp_path: Path) -> 
     }  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as listener:
         started = RouterOptions(cluster="alone", listener=listener.fileno())
-        code = (
-            "from symbiosis.base import procs; procs.follow_parent(); "
-            f"from symbiosis.cluster.router.router_process import main; main({msgspec.json.encode(started).decode()!r})"
-        )
-        descriptors = [listener.fileno()]
-        child = Child(["-c", code], descriptors=descriptors, environment={**os.environ, **asked}, stdout=PIPE)
+        words = program("symbiosis.cluster.router.router_process:main", msgspec.json.encode(started).decode())
+        child = Child(words, descriptors=[listener.fileno()], environment={**os.environ, **asked}, stdout=PIPE)
         try:
             with child.stdout:
                 url = child.stdout.readline().decode().split(" at ")[1].strip()

@@ -123,6 +123,17 @@ def test_what_an_executor_may_be_told_is_what_clients_take(name: str, llama: nn.
             load_options({name: value})
 
 
+@pytest.mark.parametrize(
+    ("maps_all", "options"),
+    [
+        (True, {}), (True, {"device": "cuda"}), (True, {"ranks": 2, "shard": "fsdp"}), (True, {"device": "cuda", "ranks": 2}),
+        (False, {"devices": "0,1"}), (False, {"device": "cuda", "ranks": 2, "shard": "fsdp"}), (False, {"share_weights": False}),
+    ],
+)  # fmt: skip
+def test_layers_that_are_divided_among_gpus_are_not_all_mapped(maps_all: bool, options: dict[str, Any]) -> None:
+    assert load_options({"listen": ["local:///a"], **options}).shares_all_weights is maps_all
+
+
 @pytest.mark.parametrize(("devices", "device"), [("2", "cuda:2"), (0, "cuda:0"), ("cpu", "cpu")])
 def test_one_of_several_devices_is_the_device(devices: str | int, device: str) -> None:
     """A file has it as a number. What loads a model on one device knows of no others: it served `--devices 0` on the CPU."""

@@ -49,7 +49,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def findings(tmp_path: Path, text: str) -> dict[str, str]:
     (tmp_path / "lab.yaml").write_text(f"port: 0\n{text}")
-    return {state: line for state, line, _ in cluster_findings.findings(tmp_path / "lab.yaml")}
+    return {each.state: each.text for each in cluster_findings.findings(tmp_path / "lab.yaml")}
 
 
 @pytest.mark.parametrize(

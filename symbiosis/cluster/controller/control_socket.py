@@ -71,16 +71,20 @@ class Control:
 
     def _do(self, order: dict[str, Any], say: Callable[[str], None]) -> str:
         verb, name = order["verb"], order.get("name", "")
-        verbs: dict[str, Callable[[str], str]] = {"drain": self._drain, "down": self._down}
-        if verb == "roll":
-            return self._roll(name, say)
-        if verb == "shift":
-            return self._shift(name, order.get("shares", {}), order.get("new", False))
-        if verb == "apply":
-            return self._apply(Path(name))
-        if verb not in verbs:
-            raise ConfigError(f"there is no order {verb!r}")
-        return verbs[verb](name)
+        match verb:
+            case "drain":
+                return self._drain(name)
+            case "roll":
+                return self._roll(name, say)
+            case "shift":
+                return self._shift(name, order.get("shares", {}), order.get("new", False))
+            case "apply":
+                with self._alone():
+                    return apply(self._cluster, Path(name))
+            case "down":
+                self._cluster.down()
+                return "the cluster ends"
+        raise ConfigError(f"there is no order {verb!r}")
 
     def _drain(self, name: str) -> str:
         process = self._cluster.members.get(name)
@@ -156,11 +160,6 @@ class Control:
         total = sum(shares.values())
         return f"{name}: {', '.join(f'{100 * share / total:g} % {model}' for model, share in shares.items())}"
 
-    def _apply(self, file: Path) -> str:
-        """Take over the models and aliases of a changed file."""
-        with self._alone():
-            return apply(self._cluster, file)
-
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Replace, add or remove processes while no other order does."""
@@ -171,10 +170,6 @@ class Control:
         finally:
             self._rolls.release()
 
-    def _down(self, name: str) -> str:
-        self._cluster.down()
-        return "the cluster ends"
-
     def _await(self, name: str, is_done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + READY_S
         while not is_done():
@@ -183,13 +178,11 @@ class Control:
             time.sleep(0.05)
 
 
-def send_order(
-    cluster: str, verb: str, name: str = "", *, say: Callable[[str], None] = lambda line: None, **more: Any
-) -> str:
-    """Have a running cluster do something, and return what it says when that is done. `say` gets what it says meanwhile."""
+def send_order(cluster: str, verb: str, name: str = "", **more: Any) -> str:
+    """Have a running cluster do something, print what it says meanwhile, and return what it says when that is done."""
     told_by(cluster)
     try:
-        told = _answer(cluster, {"verb": verb, "name": name, **more}, say)
+        told = _answer(cluster, {"verb": verb, "name": name, **more})
     except TimeoutError:
         raise SymbiosisError(
             f"the process of `symbiosis cluster up` for {cluster!r} says nothing: it is stopped, or its host is overloaded"
@@ -205,7 +198,7 @@ def send_order(
     return str(told["done"])
 
 
-def _answer(cluster: str, order: dict[str, Any], say: Callable[[str], None]) -> dict[str, str]:
+def _answer(cluster: str, order: dict[str, Any]) -> dict[str, str]:
     """Send an order and return its end, nothing if the cluster ends before that."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(TAKEN_S)
@@ -217,6 +210,6 @@ def _answer(cluster: str, order: dict[str, Any], say: Callable[[str], None]) -> 
             connection.settimeout(ORDER_S)
             while "so far" in told:
                 if told["so far"]:
-                    say(told["so far"])
+                    print(told["so far"], flush=True)
                 told = json.loads(stream.readline() or "{}")
     return told

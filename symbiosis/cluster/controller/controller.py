@@ -238,7 +238,7 @@ class ClusterController:
             process.kill()
 
     def _look_at_base(self, server: MemberProcess) -> None:
-        """Replace a server that cannot go on: its executor has been started again with another base, and it has mapped no weights."""
+        """Replace a server that cannot go on: its executor has been started again with another base, and it has not mapped all weights."""
         executor, model = server.needs, server.member.model
         if (
             executor is None
@@ -248,7 +248,7 @@ class ClusterController:
         ):
             return
         differs = executor.fingerprint and server.fingerprint not in ("", executor.fingerprint)
-        if differs and not executor_options(self.plan.models[model], model, listen=("local:///x",)).shares_weights:
+        if differs and not executor_options(self.plan.models[model], model, listen=("local:///x",)).shares_all_weights:
             self.drain(
                 server.name, f"{executor.name} serves another base than it does by now", comes_back=server.comes_back
             )

@@ -10,21 +10,12 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
+from symbiosis.base.procs import program
 from symbiosis.cluster.controller.local_process import LocalProcess
 from symbiosis.cluster.controller.preflight import config_file, config_path, executor_options, is_free, server_options
 from symbiosis.cluster.plan import Plan
 from symbiosis.cluster.router.router_options import RouterOptions
 from symbiosis.protocol.cluster_state import Member
-
-COMMAND = (
-    "from symbiosis.base import procs; procs.hear(); procs.follow_parent({most_s!r}); "
-    "from symbiosis.base.logs import name_process; name_process({name!r}); "
-)
-EXECUTOR = "import sys; sys.argv = ['symbiosis-executor', '--config', {file!r}]; from symbiosis.cli.main import executor_main; executor_main()"
-SERVER = (
-    "import sys; sys.argv = ['symbiosis', 'serve', '--config', {file!r}]; from symbiosis.cli.main import main; main()"
-)
-FRONT = "from symbiosis.cluster.router.router_process import main; main({started!r})"
 
 LET_GO_S = 1.0  # for a process that was killed to let go of its port
 
@@ -59,9 +50,12 @@ def executor(
         config_file(folder, name, options)
         return url_of(host, at)
 
-    code = COMMAND.format(name=name, most_s=3 * plan.drain_s) + EXECUTOR.format(file=str(config_path(folder, name)))
+    file = str(config_path(folder, name))
+    words = program(
+        "symbiosis.cli.main:executor_main", "--config", file, name=name, most_s=3 * plan.drain_s, hears=True
+    )
     member = Member(name=name, kind="executor", model=model, url=endpoint, pages=url_of(host, port) if port else "")
-    return LocalProcess(member, ["-c", code], plan.models[model].threads, placed)
+    return LocalProcess(member, words, plan.models[model].threads, placed)
 
 
 def server(
@@ -85,10 +79,11 @@ def server(
         config_file(folder, member.name, server_options(plan, model, executor=executor, host=host, port=at))
         return url_of(host, at) if at else ""
 
-    code = COMMAND.format(name=member.name, most_s=plan.drain_s) + SERVER.format(
-        file=str(config_path(folder, member.name))
+    file = str(config_path(folder, member.name))
+    words = program(
+        "symbiosis.cli.main:main", "serve", "--config", file, name=member.name, most_s=plan.drain_s, hears=True
     )
-    return LocalProcess(member, ["-c", code], plan.models[model].threads, placed, secret=secret)
+    return LocalProcess(member, words, plan.models[model].threads, placed, secret=secret)
 
 
 def executor_name(model: str, number: int) -> str:
@@ -115,8 +110,9 @@ def front(plan: Plan, number: int, listener: socket.socket, secret: str) -> Loca
         decision_log=plan.decision_log, drain_s=plan.drain_s, name=name,
         port=plan.metrics_port + number - 1 if plan.metrics_port else 0,
     )  # fmt: skip
-    code = COMMAND.format(name=name, most_s=0.0) + FRONT.format(started=msgspec.json.encode(started).decode())
-    return LocalProcess(Member(name=name, kind="front"), ["-c", code], descriptors=(listener.fileno(),), secret=secret)
+    told = msgspec.json.encode(started).decode()
+    words = program("symbiosis.cluster.router.router_process:main", told, name=name, hears=True)
+    return LocalProcess(Member(name=name, kind="front"), words, descriptors=(listener.fileno(),), secret=secret)
 
 
 def url_of(host: str, port: int) -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 from symbiosis.base.logs import JsonLines
 from symbiosis.base.memory import free_memory
+from symbiosis.base.problems import problems_of, refuse
 from symbiosis.cluster.plan import ModelPlan, Plan
 from symbiosis.errors import ConfigError
 from symbiosis.executor import preflight as of_executor
@@ -26,30 +27,27 @@ NO_RAY = "backend: ray needs the package of an extra: pip install 'symbiosis-llm
 
 def check(plan: Plan) -> socket.socket:
     """Return the bound port of the front end, or raise a `ConfigError` with a line for each thing that is wrong."""
-    problems = _of_models(plan, plan.models)
-    problems += _decision_log(plan)
-    problems += _metrics_ports(plan)
-    problems += [NO_RAY] if plan.backend == "ray" and not importlib.util.find_spec("ray") else []
-    listener = None
-    try:
-        listener = of_server.bound(ServeOptions(host=plan.host, port=plan.port))
-    except ConfigError as error:
-        problems.append(str(error))
-    if problems or listener is None:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return listener
+    listeners = list[socket.socket]()
+
+    def check_port(plan: Plan) -> None:
+        listeners.append(of_server.bound(ServeOptions(host=plan.host, port=plan.port)))
+
+    refuse(problems_of([check_models, check_decision_log, check_metrics_ports, check_ray, check_port], plan))
+    return listeners[0]
 
 
-def check_models(plan: Plan, names: Collection[str]) -> None:
-    """Raise a `ConfigError` with a line for each thing that is wrong with these models of a plan, beside all that runs already."""
-    if problems := _of_models(plan, names):
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
+def check_models(plan: Plan, names: Collection[str] | None = None) -> None:
+    """Check these models of a plan, or all, beside all that runs already: first each, and then whether they fit together."""
+    names, is_here = plan.models if names is None else names, plan.backend == "local"
+    refuse(line for name in names for line in of_model(plan, name, is_here))
+    if is_here:
+        found = footprint_of(plan, names)
+        refuse(footprint.lacking("all processes", found, free_memory_of(found)))
 
 
-def _of_models(plan: Plan, names: Collection[str]) -> list[str]:
-    is_here = plan.backend == "local"
-    problems = [line for name in names for line in of_model(plan, name, is_here)]
-    return problems if problems or not is_here else _memory(plan, names)
+def check_ray(plan: Plan) -> None:
+    if plan.backend == "ray" and not importlib.util.find_spec("ray"):
+        raise ConfigError(NO_RAY)
 
 
 def executor_options(plan: ModelPlan, name: str, **ours: Any) -> Options:
@@ -73,31 +71,29 @@ def of_model(plan: Plan, name: str, is_here: bool) -> list[str]:
     model = plan.models[name]
     if model.gpus and plan.backend != "ray":
         return [f"models.{name}: gpus is for backend: ray. Here `executor: {{device: cuda:1}}` says which GPU"]
-    problems = list[str]()
-    try:
-        of_this = executor_options(model, name)
+
+    def check_executor() -> None:
+        options = executor_options(model, name)
         if is_here:
-            of_executor.check(of_this)
-    except ConfigError as error:
-        problems += str(error).splitlines()
-    try:
+            of_executor.check(options)
+
+    def check_server() -> None:
         options = server_options(plan, name, executor="local:///executor")
-        problems += [line for test in of_server.TESTS if is_here for line in of_server.said(test, options)]
-    except ConfigError as error:
-        problems += str(error).splitlines()
-    return [f"models.{name}: {line}" for line in dict.fromkeys(problems)]
+        refuse(problems_of(of_server.CHECKS if is_here else (), options))
+
+    return [f"models.{name}: {line}" for line in problems_of([check_executor, check_server])]
 
 
-def _metrics_ports(plan: Plan) -> list[str]:
+def check_metrics_ports(plan: Plan) -> None:
     """Check that nothing else has the ports of the cluster's pages."""
     if not plan.metrics_port:
-        return []
+        return
     wanted = range(plan.metrics_port, plan.metrics_port + plan.most_processes)
-    taken = [port for port in wanted if port == plan.port or not is_free("127.0.0.1", port)]
-    return [
-        f"metrics_port: {port} is taken, and all ports from {wanted[0]} to {wanted[-1]} are needed"
-        for port in taken[:1]
-    ]
+    for port in wanted:
+        if port == plan.port or not is_free("127.0.0.1", port):
+            raise ConfigError(
+                f"metrics_port: {port} is taken, and all ports from {wanted[0]} to {wanted[-1]} are needed"
+            )
 
 
 def is_free(host: str, port: int) -> bool:
@@ -109,16 +105,15 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def _decision_log(plan: Plan) -> list[str]:
+def check_decision_log(plan: Plan) -> None:
     if plan.decision_log is None:
-        return []
+        return
+    lines = JsonLines(Path(plan.decision_log), "decision")
     try:
-        lines = JsonLines(Path(plan.decision_log), "decision")
         lines.open()
-        lines.close()
-        return []
     except OSError as error:
-        return [f"decision_log: cannot write to {plan.decision_log}: {error.strerror}"]
+        raise ConfigError(f"decision_log: cannot write to {plan.decision_log}: {error.strerror}") from None
+    lines.close()
 
 
 def footprint_of(
@@ -157,12 +152,6 @@ def free_memory_of(found: Footprint) -> dict[str, int]:
     """Return how much is free in each place of a footprint that this process can look at."""
     looked = {place: free_memory() if place == HOST else free_gpu_memory(place) for place in footprint.places(found)}
     return {place: free for place, free in looked.items() if free is not None}
-
-
-def _memory(plan: Plan, names: Collection[str]) -> list[str]:
-    """Check that all processes of these models fit together. Each executor alone does, as was found before."""
-    found = footprint_of(plan, names)
-    return list(footprint.lacking("all processes", found, free_memory_of(found)))
 
 
 def config_path(folder: Path, name: str) -> Path:

@@ -31,11 +31,11 @@ async def serve(started: RouterOptions, listener: socket.socket) -> None:
     following.cancel()
 
 
-def main(argument: str) -> None:
+def main() -> None:
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
     )  # uvicorn raises it once more at its end: spans are sent then
     write_lines()
-    started = msgspec.json.decode(argument, type=RouterOptions)
+    started = msgspec.json.decode(sys.argv[1], type=RouterOptions)
     show_to_servers(procs.heard)
     asyncio.run(serve(started, socket.socket(fileno=started.listener)))

@@ -62,9 +62,8 @@ def _by_tenant(now: Snapshot) -> Iterator[Metric]:
 
 def _by_label(now: Snapshot) -> Iterator[Metric]:
     sessions = Counter({url.partition(":")[0]: 0 for url in now.endpoints})
-    clients = [session for session in now.sessions if not session.observer]
-    sessions.update(session.transport for session in clients)
-    tenants = Counter(session.tenant for session in clients if session.tenant)
+    sessions.update(session.transport for session in now.clients)
+    tenants = Counter(session.tenant for session in now.clients if session.tenant)
     for kind, name, label, text, values in (
         (CounterMetricFamily, "bytes", "transport", "Bytes of payload, in and out", now.bytes),
         (CounterMetricFamily, "errors", "code", "Calls and joins refused", now.errors),

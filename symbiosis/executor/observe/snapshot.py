@@ -2,12 +2,21 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import astuple, replace
 
 Key = TypeVar("Key")
+SUMS = (
+    "rss_bytes",
+    "weights_bytes",
+    "queue_depth",
+    "dropped",
+    "gather_bytes",
+)  # figures of a service that are those of its ranks together
+COUNTS = ("batch_sizes", "bytes", "errors", "kept_out", "unwritten")  # ... by key
+PAIRS = ("refused_joins", "in_vain")  # ... by two labels
 
 
 class Usage(msgspec.Struct):
@@ -75,6 +84,11 @@ class Snapshot(msgspec.Struct, frozen=True):
     unwritten: dict[str, int] = {}  # lines of logs that could not be written, by log
 
     @property
+    def clients(self) -> list[SessionFigures]:
+        """The sessions of those that do not only watch."""
+        return [session for session in self.sessions if not session.observer]
+
+    @property
     def calls(self) -> int:
         return sum(layer.calls for layer in self.layers)
 
@@ -107,26 +121,15 @@ def of_service(ranks: Sequence[tuple[int, Snapshot]]) -> Snapshot:
         for name, used in told.tenants.items():
             before = astuple(tenants.get(name, Usage()))
             tenants[name] = Usage(*(a + b for a, b in zip(before, astuple(used), strict=True)))
-    return Snapshot(
-        uptime_s=min(told.uptime_s for told in each),
-        policy=each[0].policy,
-        endpoints=each[0].endpoints,
-        rss_bytes=sum(told.rss_bytes for told in each),
-        weights_bytes=sum(told.weights_bytes for told in each),
-        batch_sizes=_sum([told.batch_sizes for told in each]),
-        queue_depth=sum(told.queue_depth for told in each),
-        bytes=_sum([told.bytes for told in each]),
-        errors=_sum([told.errors for told in each]),
-        dropped=sum(told.dropped for told in each),
-        sessions=[replace(session, rank=rank) for rank, told in ranks for session in told.sessions],
-        layers=list(layers.values()),
-        tenants=tenants,
-        refused_joins=_sum_of_pairs([told.refused_joins for told in each]),
-        kept_out=_sum([told.kept_out for told in each]),
-        in_vain=_sum_of_pairs([told.in_vain for told in each]),
-        gather_bytes=sum(told.gather_bytes for told in each),
-        unwritten=_sum([told.unwritten for told in each]),
-    )
+    added: dict[str, Any] = {name: sum(getattr(told, name) for told in each) for name in SUMS}
+    added |= {name: _sum([getattr(told, name) for told in each]) for name in COUNTS}
+    for name in PAIRS:
+        counts = _sum([{(one, two): count for one, two, count in getattr(told, name)} for told in each])
+        added[name] = [(*pair, count) for pair, count in counts.items()]
+    return replace(
+        each[0], uptime_s=min(told.uptime_s for told in each), layers=list(layers.values()), tenants=tenants,
+        sessions=[replace(session, rank=rank) for rank, told in ranks for session in told.sessions], **added,
+    )  # fmt: skip
 
 
 def _sum(each: Sequence[dict[Key, int]]) -> dict[Key, int]:
@@ -135,12 +138,6 @@ def _sum(each: Sequence[dict[Key, int]]) -> dict[Key, int]:
     for counts in each:
         total.update(counts)
     return dict(total)
-
-
-def _sum_of_pairs(each: Sequence[list[tuple[str, str, int]]]) -> list[tuple[str, str, int]]:
-    """Add counts by their pairs of labels."""
-    total = _sum([{(first, second): count for first, second, count in counts} for counts in each])
-    return [(*pair, count) for pair, count in total.items()]
 
 
 def mean_size(batch_sizes: dict[int, int]) -> float:

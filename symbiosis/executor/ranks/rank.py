@@ -1,6 +1,6 @@
 """One rank's process: loads its part of the model, and serves it until the service ends or is gone.
 
-Its first line of stdin is an `Order`. stdin stays open for as long as the service lives; what the rank says goes to stdout, as lines of JSON.
+What it hears first is an `Order`. What the rank says goes to stdout, as lines of JSON.
 """
 
 import logging
@@ -39,11 +39,10 @@ FOR_CLIENTS = 512  # descriptors, at least
 
 
 def main() -> None:
-    """Run the rank that stdin orders, and exit with 2 if what the user asked for cannot be."""
+    """Run the rank that was ordered, and exit with 2 if what the user asked for cannot be."""
     said = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else is written to stdout, by NCCL for one, is for the log
-    order = msgspec.json.decode(procs.hear(), type=Order)
-    procs.follow_parent()
+    order = msgspec.json.decode(procs.heard, type=Order)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while it loads; a rank that serves drains
     try:
         ranks = Rendezvous.at(order.file, order.rank, len(order.options.places))

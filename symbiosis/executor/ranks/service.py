@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from symbiosis.base.logs import set_up_logging
 from symbiosis.base.ownership import check_socket
-from symbiosis.base.procs import Child, when_told_to_end, while_needed
+from symbiosis.base.procs import Child, program, when_told_to_end, while_needed
 from symbiosis.errors import ConfigError
 from symbiosis.executor import mps
 from symbiosis.executor.observe.log import log
@@ -31,7 +31,6 @@ from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.rank_figures import RankFigures, health_of
 from symbiosis.protocol.endpoints import socket_path
 
-RANK = "from symbiosis.executor.ranks.rank import main; main()"
 MOST_STARTS = 5  # of a rank that is killed again and again before it is ready
 END_S = 60.0  # that ranks may take to answer what has come, and to end after their last word; those left are killed, as one is that hangs
 LOOK_S = 0.5  # between two looks whether that time is over
@@ -44,7 +43,8 @@ class Rank(Child):
     def __init__(self, order: Order) -> None:
         self.order, self.number = order, order.rank
         self.ready: Ready | None = None
-        super().__init__(["-c", RANK], stdout=PIPE, first=msgspec.json.encode(order) + b"\n")
+        words = program("symbiosis.executor.ranks.rank:main", hears=True)
+        super().__init__(words, stdout=PIPE, first=msgspec.json.encode(order) + b"\n")
 
 
 class Service:

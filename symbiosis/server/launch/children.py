@@ -7,15 +7,11 @@ from collections import deque
 
 import msgspec
 
-from symbiosis.base.procs import Child
+from symbiosis.base.procs import Child, program
 from symbiosis.errors import SymbiosisError
 from symbiosis.server.ipc.engine_ipc import FrontOptions, Started
 from symbiosis.serving.serve_options import ServeOptions
 
-EXECUTOR = (
-    "from symbiosis.base.procs import follow_parent; follow_parent(); "
-    "from symbiosis.base.logs import name_process; name_process('executor'); from symbiosis.cli.main import executor_main; executor_main()"
-)
 MOST_STARTS, WITHIN_S = 5, 60.0
 STOP_S = 10.0
 
@@ -62,7 +58,8 @@ class RestartingChild:
 
 def executor_code(options: ServeOptions, endpoint: str) -> list[str]:
     of_dtype = ["--dtype", options.dtype] if options.dtype else []
-    return ["-c", EXECUTOR, str(options.model), "--listen", endpoint, "--log-format", options.log_format, *of_dtype]
+    words = [str(options.model), "--listen", endpoint, "--log-format", options.log_format, *of_dtype]
+    return program("symbiosis.cli.main:executor_main", *words, name="executor")
 
 
 def http_code(listener: socket.socket, link: socket.socket, options: FrontOptions) -> list[str]:

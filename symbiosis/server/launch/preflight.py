@@ -2,13 +2,14 @@
 
 import importlib.util
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from symbiosis.base import requirements
 from symbiosis.base.dtypes import DTYPE_BITS
 from symbiosis.base.folders import check_caches
 from symbiosis.base.memory import free_memory
+from symbiosis.base.problems import problems_of, refuse
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
 from symbiosis.executor.options import Options
@@ -23,22 +24,9 @@ DEMO_ADAPTERS = Path(__file__).parents[2] / "demo_model" / "adapters"
 
 def check(options: ServeOptions) -> socket.socket:
     """Return the bound port, or raise a `ConfigError` with a line for each thing that is wrong."""
-    problems = [line for test in TESTS for line in said(test, options)]
-    listener = None
-    try:
-        listener = bound(options)
-    except ConfigError as error:
-        problems.append(str(error))
-    if problems or listener is None:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return listener
-
-
-def said(test: Callable[[ServeOptions], None], options: ServeOptions) -> Iterator[str]:
-    try:
-        test(options)
-    except ConfigError as error:
-        yield str(error)
+    listeners = list[socket.socket]()
+    refuse(problems_of([*CHECKS, lambda options: listeners.append(bound(options))], options))
+    return listeners[0]
 
 
 def check_packages(options: ServeOptions) -> None:
@@ -67,8 +55,7 @@ def check_memory(options: ServeOptions) -> None:
     if options.model is not None and options.executor is None:
         executor = Options(model=options.model, dtype=options.dtype)
         found = footprint.of_server(options, executor) + footprint.of_executor(executor)
-        for line in footprint.lacking("the server and its executor", found, {footprint.HOST: free_memory()}):
-            raise ConfigError(line)
+        refuse(footprint.lacking("the server and its executor", found, {footprint.HOST: free_memory()}))
 
 
 def check_executor(options: ServeOptions) -> None:
@@ -97,10 +84,9 @@ def check_adapters(options: ServeOptions) -> None:
 
 
 def check_keys(options: ServeOptions) -> None:
-    if options.api_keys and not (problem := importlib.util.find_spec("starlette") is None):
+    if options.api_keys and importlib.util.find_spec("starlette") is not None:
         from symbiosis.server.api_keys import read_keys
 
-        assert not problem
         read_keys(Path(options.api_keys))
 
 
@@ -120,18 +106,13 @@ def chat_template(options: ServeOptions) -> str | None:
     return text
 
 
-def check_chat_template(options: ServeOptions) -> None:
-    chat_template(options)
-
-
 def check_compiled(options: ServeOptions) -> None:
     if options.compile:
         check_caches(inductor=True)
 
 
-TESTS = (
-    check_packages, check_model, check_memory, check_executor, check_adapters, check_keys, check_chat_template,
-    check_compiled,
+CHECKS = (
+    check_packages, check_model, check_memory, check_executor, check_adapters, check_keys, chat_template, check_compiled,
 )  # fmt: skip
 
 

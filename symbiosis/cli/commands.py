@@ -1,4 +1,7 @@
-"""Commands whose options are the fields of a Struct, each of which says all there is to say: `name: Annotated[TYPE, Doc(HELP), METAVAR] = DEFAULT`."""
+"""What commands are made of: an end in lines, and options that are the fields of a Struct.
+
+A field says all there is to say of its option: `name: Annotated[TYPE, Doc(HELP), METAVAR] = DEFAULT`.
+"""
 
 from collections.abc import Callable
 from inspect import Parameter, Signature
@@ -8,8 +11,23 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
+import typer.core
+
+from symbiosis.errors import SymbiosisError
 
 Given = dict[str, object]  # the options that a command line has, by the names of fields
+
+
+class InLines(typer.core.TyperCommand):
+    """A command that ends with a line for each error of the user's. Any other exception is a bug, and shows its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SymbiosisError as error:
+            for line in str(error).splitlines():
+                typer.echo(f"error: {line}", err=True)
+            raise typer.Exit(2) from None
 
 
 def takes(kind: type[msgspec.Struct], **more: Any) -> Callable[[Callable[[Given, Path | None], None]], Callable[..., None]]:  # fmt: skip
