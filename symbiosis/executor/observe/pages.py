@@ -82,8 +82,19 @@ class PageRequest(BaseHTTPRequestHandler):
             head += line
         self.rfile = BytesIO(head + b"\r\n")
 
+    def parse_request(self) -> bool:
+        is_one = super().parse_request()
+        if is_one and self.command not in ("GET", "HEAD"):
+            self._respond(PageAnswer(405, b"these pages are read-only\n", {"Allow": "GET, HEAD"}))
+            return False
+        return is_one
+
     def do_GET(self) -> None:
-        answer = self.server.answer(self.path, self.headers)
+        self._respond(self.server.answer(self.requestline.split()[1], self.headers))
+
+    do_HEAD = do_GET
+
+    def _respond(self, answer: PageAnswer) -> None:
         self.send_response(answer.status)
         headers = {
             "Content-Type": "text/plain; charset=utf-8",
@@ -93,10 +104,8 @@ class PageRequest(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(answer.body)
-
-    do_HEAD = do_GET
 
     def log_message(self, *_: object) -> None: ...
 
