@@ -105,7 +105,7 @@ signal.pause()
 
 def test_a_service_ends_though_a_rank_is_frozen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And leaves neither the process nor sockets."""
-    monkeypatch.setattr(service, "RANK", FREEZES)
+    monkeypatch.setattr(service, "program", lambda *_, **__: ["-c", FREEZES])
     monkeypatch.setattr(service, "END_S", 0.3)
     options = load_options({"ranks": 2, "listen": [f"local://{tmp_path}/a.sock"]})
     served = service.Service("a model", options, "/none")
@@ -147,7 +147,7 @@ def test_a_rank_that_hangs_after_its_last_word_is_killed(
             super().__init__(order)
             made.append(self)
 
-    monkeypatch.setattr(service, "RANK", HANGS)
+    monkeypatch.setattr(service, "program", lambda *_, **__: ["-c", HANGS])
     monkeypatch.setattr(service, "Rank", Noted)
     monkeypatch.setattr(service, "END_S", end_s)
     served = service.Service("m", load_options({"ranks": 2, "listen": [f"local://{tmp_path}/a.sock"]}), "/none")
