@@ -66,8 +66,8 @@ class Account:
     in_flight: int = 0
     bytes: int = 0  # held by calls in flight and their replies
     readers: set[Peer] = field(default_factory=set)  # the other ends of its sessions
+    limited: bool = field(init=False)  # whether any rate is
     _rates: dict[str, RateLimit] = field(init=False)
-    _limited: bool = field(init=False)  # whether any rate is limited
 
     def __post_init__(self) -> None:
         of = self.limits
@@ -76,7 +76,7 @@ class Account:
             "multiplications": RateLimit(of.max_tenant_multiplications_per_s),
             "bytes": RateLimit(of.max_tenant_bytes_per_s),
         }
-        self._limited = any(rate.most for rate in self._rates.values())
+        self.limited = any(rate.most for rate in self._rates.values())
 
     def check(self, peer: Peer, held: int, own: int, now: float, scratch: int = 0) -> None:
         """Raise `CallError` unless there is room for a call of `held` bytes in a session that has `own` bytes in flight. While it is
@@ -112,27 +112,14 @@ class Account:
                 f"the calls and unread replies of all tenants together may have {self.pool.most} bytes",
                 "max-bytes",
             )
-        for what, rate in self._rates.items() if self._limited else ():
+        for what, rate in self._rates.items() if self.limited else ():
             if rate.most and (seconds := rate.wait(now)):
                 raise busy(seconds, f"a tenant may send {rate.most} {what} a second", f"max-tenant-{what}-per-s")
 
     def sent(self, rows: int, multiplications: int = 0, nbytes: int = 0) -> None:
         """Charge a call to the rates."""
-        if self._limited:
-            for rate, amount in zip(self._rates.values(), (rows, multiplications, nbytes), strict=True):
-                rate.take(amount)
-
-    def begin(self, held: int) -> None:
-        """Count a call in flight that holds so many bytes of the executor's memory."""
-        self.in_flight += 1
-        self.bytes += held
-        self.pool.bytes += held
-
-    def end(self, held: int, calls: int = 1) -> None:
-        """Count calls that were answered or dropped, and free the bytes that they held."""
-        self.in_flight -= calls
-        self.bytes -= held
-        self.pool.bytes -= held
+        for rate, amount in zip(self._rates.values(), (rows, multiplications, nbytes), strict=True):
+            rate.take(amount)
 
 
 @dataclass(slots=True)
@@ -172,15 +159,21 @@ class ServedSession:
 
     def begin(self, held: int = 0) -> None:
         """Count a call in flight that holds so many bytes of the executor's memory."""
+        account = self.account
         self.in_flight += 1
+        account.in_flight += 1
         self.held += held
-        self.account.begin(held)
+        account.bytes += held
+        account.pool.bytes += held
 
-    def end(self, held: int = 0) -> None:
-        """Count a call that was answered, and free the bytes that it held."""
-        self.in_flight -= 1
+    def end(self, held: int = 0, calls: int = 1) -> None:
+        """Count calls that were answered or dropped, and free the bytes that they held."""
+        account = self.account
+        self.in_flight -= calls
+        account.in_flight -= calls
         self.held -= held
-        self.account.end(held)
+        account.bytes -= held
+        account.pool.bytes -= held
 
 
 def half_of_memory() -> int:

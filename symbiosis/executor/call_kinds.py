@@ -19,33 +19,8 @@ LATE_AT_MOST = 16  # being late more often than this makes no further difference
 _serials = itertools.count()
 
 
-class _OneCall:
-    """What a `HostCall` and a `DeviceCall` have in common."""
-
-    __slots__ = ()
-    call: Call
-    payload: tuple[Tensor, ...]
-    out: Tensor
-    plan: CallPlan
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """The calls that one reply answers: this one."""
-        return (self.call,)
-
-    def inputs(self) -> list[Tensor]:
-        """Return the rows: one tensor, or one for each member of a group's DGRAD."""
-        parts = self.plan.parts if self.call.op is Op.DGRAD else ()
-        return cut(self.payload[0], parts) if parts else [self.payload[0]]
-
-    def outputs(self) -> list[Tensor]:
-        """Return where the results go: one tensor, or one for each member of a group's FORWARD."""
-        parts = self.plan.parts if self.call.op is Op.FORWARD else ()
-        return cut(self.out, parts) if parts else [self.out]
-
-
 @dataclass(slots=True, eq=False)
-class HostCall(_OneCall):
+class HostCall:
     """A call that came through the host's memory, and is answered once."""
 
     peer: Peer
@@ -56,6 +31,14 @@ class HostCall(_OneCall):
     plan: CallPlan
     finite: bool = False  # whether rows that are not finite are refused
     error: Exception | None = None  # raised by one of its slices; the reply still waits for the last slice
+    inputs: list[Tensor] = field(init=False)  # the rows: one tensor, or one for each member of a group's DGRAD
+    outputs: list[Tensor] = field(init=False)  # where the results go: one, or one for each member of a group's FORWARD
+
+    def __post_init__(self) -> None:
+        parts, call = self.plan.parts, self.call
+        as_sent = not parts or call.op is not Op.DGRAD or call.seeded
+        self.inputs = [*self.payload[:1]] if as_sent else cut(self.payload[0], parts)
+        self.outputs = cut(self.out, parts) if parts and call.op is Op.FORWARD else [self.out]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -72,7 +55,7 @@ class Repeated:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class DeviceCall(Repeated, _OneCall):
+class DeviceCall(Repeated):
     """One call that a GPU makes again and again."""
 
     call: Call
@@ -84,20 +67,24 @@ class DeviceCall(Repeated, _OneCall):
     error: Exception | None = None  # raised by one of its slices
     finite: bool = field(default=False, init=False)  # the CPU never looks at rows on a GPU
     out: Tensor = field(init=False)  # where the results begin
+    inputs: list[Tensor] = field(init=False)  # as a host call's, below too
+    outputs: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.out = self.results[0]
+        parts, op, self.out = self.plan.parts, self.call.op, self.results[0]
+        self.inputs = cut(self.payload[0], parts) if parts and op is Op.DGRAD else [*self.payload[:1]]
+        in_one = parts and op is Op.FORWARD and len(self.results) == 1
+        self.outputs = cut(self.out, parts) if in_one else [*self.results]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls that one launch answers: this one."""
+        return (self.call,)
 
     @property
     def joins(self) -> bool:
         """Whether the GPU can answer it together with others."""
         return self.addresses is not None
-
-    def outputs(self) -> list[Tensor]:
-        """Return where the results go: one tensor, or one for each member of a group's FORWARD."""
-        if len(self.results) > 1:
-            return list(self.results)
-        return _OneCall.outputs(self)  # `super()` does not work in a class with slots that dataclasses made
 
 
 class RowAddresses:

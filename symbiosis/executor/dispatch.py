@@ -26,7 +26,6 @@ from symbiosis.executor.model.store import Store
 from symbiosis.executor.observe.join_log import JoinLog
 from symbiosis.executor.observe.latest_figures import LatestFigures
 from symbiosis.executor.options import Options
-from symbiosis.executor.outcomes import Outcomes
 from symbiosis.executor.scheduling.advice import Advisor
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.queue import Item
@@ -64,11 +63,10 @@ class Dispatch:
         self._attempt, self._batcher = attempt, batcher
         self.kept_out, self.came_in_vain = register.kept_out, ledger.came_in_vain
         self.commons = store.commons_files
-        outcomes = Outcomes(ledger, attempt)
         self.engine = BatchRunner(
             store,
-            outcomes.answered,
-            outcomes.answered_together,
+            ledger.answered,
+            ledger.joined,
             options.workers,
             batcher.took,
             options.max_batch_tokens,
@@ -76,10 +74,11 @@ class Dispatch:
         )
         self.gpu, self.device, self.stream = self.engine.gpu, self.engine.device, self.engine.gpu.stream
         self._gpu_name = device_name(self.device) if self.device.type == "cuda" else ""
-        self.cohort = ForeseenBatch(batcher, self.gpu.join, outcomes.went_together, self._enqueue)
+        self.cohort = ForeseenBatch(batcher, self.gpu.join, ledger.together, self._enqueue)
         self.background = Background(options.train_share)
         self._advisor = Advisor(batcher.rules.policy.joins, self.device.type == "cuda" and options.train_share < 1)
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
+        self.has_prepared = False  # whether a GPU makes calls, which may be held back
         self.draining = False  # set when no new calls are taken
         self.has_news = False  # set when clients that map the weights should be advised at once
 
@@ -90,6 +89,8 @@ class Dispatch:
 
     def wake_at(self) -> float:
         """Return when to call `run_due`, or ask the batcher, again."""
+        if not self.has_prepared:
+            return self._batcher.wake_at()
         return min(self._batcher.wake_at(), self.cohort.wake_at(), self.background.wake_at())
 
     def wait_for_nobody(self) -> None:
@@ -136,7 +137,17 @@ class Dispatch:
         session: ServedSession = peer.session
         session.heard = monotonic()
         try:
-            self._check_room(session, call)
+            if session.observer or call.op is Op.STATS:
+                _check_allowed(session, call)
+            if self.draining and not session.observer:
+                raise CallError(Code.DRAINING, "this executor is shutting down: the call will be sent again")
+            if session.in_flight >= self.limits.max_in_flight:
+                raise CallError(
+                    Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one"
+                )
+            plan = self._plan(call) if call.op is not Op.STATS else None
+            held, scratch = (plan.held, plan.scratch) if plan else (self._figures.nbytes, 0)
+            session.account.check(peer, held, session.held, session.heard, scratch)
         except Exception as error:  # whatever it is: the executor has other clients
             self._refuse(session, seq, call, call_error(error))
             return False
@@ -148,17 +159,6 @@ class Dispatch:
         error = busy(BUSY_S, "too many calls of this connection, or of its tenant, are waiting to be read")
         self._refuse(session, seq, call, error)
 
-    def _check_room(self, session: ServedSession, call: Call) -> None:
-        if session.observer or call.op is Op.STATS:
-            _check_allowed(session, call)
-        if self.draining and not session.observer:
-            raise CallError(Code.DRAINING, "this executor is shutting down: the call will be sent again")
-        if session.in_flight >= self.limits.max_in_flight:
-            raise CallError(Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one")
-        plan = self._plan(call) if call.op is not Op.STATS else None
-        held, scratch = (plan.held, plan.scratch) if plan else (self._figures.nbytes, 0)
-        session.account.check(session.peer, held, session.held, session.heard, scratch)
-
     def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> bool:
         session: ServedSession = peer.session
         try:
@@ -166,8 +166,7 @@ class Dispatch:
         except Exception as error:  # whatever it is: the executor has other clients
             self._refuse(session, seq, call, call_error(error))
             return False
-        session.begin(item.work.plan.held)
-        self._ledger.came(session, item.work.plan)
+        self._ledger.came(session, item.work.plan, item.work.plan.held)
         self._batcher.add(item)
         return True
 
@@ -184,7 +183,7 @@ class Dispatch:
         out = peer.out(call, plan.shape)
         if out is None:
             out = empty(plan.shape, TORCH_DTYPE[call.dtype], self.device.type == "cuda")
-        priority = _priority(session, call)
+        priority = call.priority if session.priority is None else session.priority
         if priority == Priority.DECODE and call.op.traits.activations and not session.observer:
             self._makes_tokens(session, session.heard)
         finite = plan.finite and not payload[0].is_cuda  # checking would wait for the GPU
@@ -199,7 +198,7 @@ class Dispatch:
         if error.code is not Code.GROW:
             self._ledger.refused(error.code)
             self._ledger.refused_call(session, call, error.code)
-            if error.code is not Code.BUSY:  # those who are told to wait send it again
+            if error.code is not Code.BUSY and session.account.limited:  # those who are told to wait send it again
                 session.account.sent(0, 0, call.nbytes)
         refuse(session.peer, seq, error)
 
@@ -245,10 +244,11 @@ class Dispatch:
             raise CallError(
                 Code.UNKNOWN_OP, "seeds and ids are checked with each call, which therefore cannot be registered"
             )
-        plan = self._plan(call)
+        self.has_prepared = True
+        plan, session = self._plan(call), peer.session
         takes_turns = not peer.here or peer.tenant is not None
         made = DeviceCall(
-            peer=peer, plan=plan, number=number, priority=_priority(peer.session, call), call=call, payload=payload,
+            peer=peer, plan=plan, number=number, priority=call.priority if session.priority is None else session.priority, call=call, payload=payload,
             results=results, seq=seq, large=not takes_turns and self.gpu.join_below <= plan.rows <= self._batcher.rules.max_rows,
         )  # fmt: skip
         self.gpu.note_addresses(made, at)
@@ -336,8 +336,7 @@ class Dispatch:
         """Leave a call of a GPU to the batcher."""
         session: ServedSession = work.peer.session
         plan = work.plan
-        self._ledger.came(session, plan)
-        session.begin()
+        self._ledger.came(session, plan, held=0)
         divisible = not isinstance(work, Round) and work.call.by_rows
         self._batcher.add(Item(
             session.number, plan.key, plan.rows, work.priority, arrived, work, divisible, plan.joinable, plan.calls,
@@ -355,7 +354,3 @@ def _check_allowed(session: ServedSession, call: Call) -> None:
         raise CallError(
             Code.UNKNOWN_OP, f"an observer may ask for STATS and ECHO, not {call.op.name}: join as a client"
         )
-
-
-def _priority(session: ServedSession, call: Call) -> int:
-    return call.priority if session.priority is None else session.priority

@@ -1,10 +1,12 @@
-"""The one place where the executor counts what happens: by layer and op, session, tenant and transport, and by refusal."""
+"""The one place where the executor counts what happens: by layer and op, session, tenant and transport, and by refusal. It is told of each
+call when it has come, and when it is answered."""
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 from symbiosis.base.logs import worth_logging
 from symbiosis.errors import Code
@@ -30,9 +32,11 @@ class LayerTotals:
 
 
 class Ledger:
-    """Totals since the start."""
+    """Totals since the start, and what is in flight."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, attempt: Callable[..., Any]) -> None:
+        """`attempt` does something for a peer, and ends that peer if it fails."""
+        self._attempt = attempt
         self.names = [layer.name for layer in store.manifest]
         self.weights_bytes, self.gather_bytes = store.nbytes, store.gather_bytes
         self.started = monotonic()
@@ -47,8 +51,10 @@ class Ledger:
 
     # ------------------------------------------------------------------ what came
 
-    def came(self, session: ServedSession, plan: CallPlan) -> None:
-        """Count a call, or a round of calls, that will be answered."""
+    def came(self, session: ServedSession, plan: CallPlan, held: int | None = None) -> None:
+        """Count a call, or a round of calls, that will be answered. It is in flight, with so many bytes, unless it was answered at once."""
+        if held is not None:
+            session.begin(held)
         rows = plan.rows * plan.calls
         session.calls += plan.calls
         session.rows += rows
@@ -59,7 +65,8 @@ class Ledger:
         usage.rows += rows
         usage.multiplications += plan.multiplications
         usage.bytes += plan.moved
-        session.account.sent(rows, plan.multiplications, plan.moved)
+        if session.account.limited:
+            session.account.sent(rows, plan.multiplications, plan.moved)
 
     def refused(self, code: Code) -> None:
         """Count a refusal of a call or of a client."""
@@ -91,7 +98,8 @@ class Ledger:
         work: Work = batch.slices[0].item.work
         observer = work.peer.session is not None and work.peer.session.observer  # its calls are not counted
         if batch.ends and not observer:
-            self._multiplied(work.calls, len(batch.slices), batch.seconds + seconds)
+            calls = work.calls if isinstance(work, Repeated) else (work.call,)
+            self._multiplied(calls, len(batch.slices), batch.seconds + seconds)
 
     def launched(self, session: ServedSession, seconds: float) -> None:
         """Count the seconds of a call, a round, or a part of one that was launched on a GPU."""
@@ -105,15 +113,24 @@ class Ledger:
             self.refused(reply.code)
 
     def joined(self, batch: Batch) -> None:
-        """Count GPUs' calls that were answered together."""
+        """Count GPUs' calls that the GPU has joined and answered."""
+        together, now = len(batch.slices), monotonic()
+        for item, _, _ in batch.slices:
+            peer = item.work.peer
+            self._attempt(peer, peer.count, together, item.work.plan.calls)
+            session: ServedSession | None = peer.session
+            if session is not None:
+                session.end()
+                session.heard = now
         self._called([piece.item.work for piece in batch.slices])
         call: Call = batch.slices[0].item.work.calls[0]
         self.totals[call.layer, call.op].wait_s += sum(batch.formed - piece.item.arrived for piece in batch.slices)
 
     def together(self, works: Sequence[DeviceWork], wait_s: float, seconds: float) -> None:
-        """Count GPUs' calls that were foreseen and answered by one product."""
+        """Count GPUs' calls that were foreseen and launched as one product."""
         each = seconds / sum(work.plan.rows for work in works)
         for work in works:
+            self._attempt(work.peer, work.peer.count, len(works), work.plan.calls)
             session: ServedSession | None = work.peer.session
             if session is not None:
                 self.came(session, work.plan)
@@ -124,9 +141,14 @@ class Ledger:
         self.totals[call.layer, call.op].wait_s += wait_s
 
     def answered(self, work: Work, reply: Reply) -> None:
-        """Count the reply to a call of a batch, or to a whole round."""
+        """Count the reply to a call of a batch, or to a whole round, which is in flight no more."""
         session: ServedSession | None = work.peer.session
         call = work.calls[0] if isinstance(work, Repeated) else work.call
+        if session is not None:
+            session.end(
+                0 if isinstance(work, Repeated) else work.plan.held
+            )  # a GPU's calls lie in the session's own memory
+            session.heard = monotonic()
         if session is None or not session.observer:
             totals = self.totals[call.layer, call.op]
             totals.wait_s += reply.wait_us / 1e6

@@ -57,14 +57,14 @@ class ExecutorLoop:
         options.check_device(store.on_gpu)
         self.store, self.options = store, options
         keyring = Keyring.open(options.key, options.tenants) if options.key and options.tenants else None
-        self.ledger = Ledger(store)
+        self.reactor = Reactor(self._failed)
+        self.ledger = Ledger(store, self.reactor.attempt)
         audit = AuditLog(Path(options.audit_log)) if options.audit_log else None
         self.register = JoinLog(self.ledger, audit, keyring.tenants if keyring else None)
         self.sessions = Sessions(store, options, self.register, keyed=keyring is not None)
         self.batcher = _batcher(options, store.on_gpu)
         if not store.on_gpu:
             self.batcher.costs.measured(seconds_by_kind(bool(options.integers)), PROBED_ROWS)
-        self.reactor = Reactor(self._failed)
         self.dispatch = self.dispatch_class(
             store, options, keyring, self.sessions, self.register, self.ledger, self.batcher,
             LatestFigures(lambda: self.snapshot()), self.reactor.attempt,
@@ -157,7 +157,7 @@ class ExecutorLoop:
         if rounds is not None and rounds.running:
             self.reactor.attempt(None, rounds.look)
         now = monotonic()
-        if self.dispatch.run_due(now):
+        if self.dispatch.has_prepared and self.dispatch.run_due(now):
             return
         if self.contention and len(self.batcher.callers.live) > 1 and not self.batcher.idle:  # else nothing waits
             self.contention.look()

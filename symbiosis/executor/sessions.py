@@ -53,7 +53,7 @@ class Sessions(dict[int, ServedSession]):
         """Remove a session whose client has gone, and drop its calls in flight."""
         self.pop(session.number, None)
         session.account.readers.discard(session.peer)
-        session.account.end(session.held, session.in_flight)
+        session.end(session.held, session.in_flight)
         session.peer.session = None
         self._register.left(session, session.ends_for or why)
 

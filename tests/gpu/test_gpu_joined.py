@@ -196,7 +196,7 @@ def test_joined_calls_are_right_to_within_one_rounding(dtype: torch.dtype, case:
         torch.cuda.synchronize()
         assert work.peer.replies == 1
         for y, one, expected in zip(
-            work.outputs(), replace(work, results=(together,)).outputs(), exact(work, store), strict=True
+            work.outputs, replace(work, results=(together,)).outputs, exact(work, store), strict=True
         ):
             assert ((y.double() - one.double()).abs() <= 2 * expected.error).all()
         check(work, store)

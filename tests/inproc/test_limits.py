@@ -9,7 +9,7 @@ import torch
 
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.accounts import ALWAYS_ROOM, Account
+from symbiosis.executor.accounts import ALWAYS_ROOM, Account, ServedSession
 from symbiosis.protocol import (
     Bye,
     Call,
@@ -29,6 +29,11 @@ def account(*readers: Reader, **limits: int) -> Account:
     return made
 
 
+def in_flight(account: Account) -> ServedSession:
+    """A session of this tenant, whose calls count with those of its others."""
+    return ServedSession(1, Reader(), "", None, False, 0.0, account)  # type: ignore[arg-type]
+
+
 def refusal(account: Account, reader: Reader, held: int = 100, own: int = 0, now: float = 100.0) -> CallError | None:
     try:
         account.check(reader, held, own, now)  # type: ignore[arg-type]
@@ -46,10 +51,10 @@ def test_calls_in_flight_are_counted_over_all_sessions() -> None:
     for _ in range(2):
         assert not refusal(one, Reader())
         one.sent(1)
-        one.begin(100)
+        in_flight(one).begin(100)
     error = refusal(one, Reader())
     assert error and "2 calls in flight" in error.message and "--max-tenant-in-flight" in error.message
-    one.end(100)
+    in_flight(one).end(100)
     assert not refusal(one, Reader())
 
 
@@ -57,7 +62,7 @@ def test_bytes_are_those_of_calls_and_of_replies_that_nobody_reads() -> None:
     slow = Reader(3000, 3000)
     one = account(slow, max_tenant_bytes=10_000)
     one.sent(1)
-    one.begin(2000)
+    in_flight(one).begin(2000)
     assert not refusal(one, Reader(), 2000)
     with pytest.raises(CallError, match="this one takes 10001") as refused:
         one.check(Reader(), 10_001, 0, 100.0)  # type: ignore[arg-type]
@@ -83,16 +88,16 @@ def test_a_seconds_worth_of_rows_is_saved_up_and_debts_are_waited_for() -> None:
     one = account(max_tenant_rows_per_s=1000)
     assert not refusal(one, Reader(), now=100.0)
     one.sent(3500)
-    one.begin(100)
+    in_flight(one).begin(100)
     error = refusal(one, Reader(), now=100.5)
     assert error and error.retry_s == pytest.approx(2.0, abs=0.01)
     assert refusal(one, Reader(), now=100.5 + error.retry_s - 0.01)
     assert not refusal(one, Reader(), now=100.5 + error.retry_s)
     one.sent(1)
-    one.begin(100)
+    in_flight(one).begin(100)
     assert not refusal(one, Reader(), now=1000.0)
     one.sent(1001)
-    one.begin(100)
+    in_flight(one).begin(100)
     assert refusal(one, Reader(), now=1000.0), "more than a second's worth was saved up"
 
 

@@ -185,7 +185,7 @@ def test_failed_handshakes_do_not_fill_the_disk(realm: Realm) -> None:
 
 def test_nobody_fills_a_disk(tmp_path: Path) -> None:
     store = Store(tiny_llama())
-    register = JoinLog(Ledger(store), AuditLog(tmp_path / "audit.jsonl"), None)
+    register = JoinLog(Ledger(store, lambda *_: None), AuditLog(tmp_path / "audit.jsonl"), None)
     for number in range(2 * MOST_TOLD_APART):
         register.kept_out("UNKNOWN_KEY", f"2001:db8::{number:x}", "")
     assert 100 < len((tmp_path / "audit.jsonl").read_text().splitlines()) < 1000

@@ -11,7 +11,7 @@ from torch import nn
 from symbiosis.cli import top
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.accounts import ALWAYS_ROOM, Account, BytePool
+from symbiosis.executor.accounts import ALWAYS_ROOM, Account, BytePool, ServedSession
 from symbiosis.executor.observe.latest_figures import SNAPSHOTS_PER_S
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.sessions import MOST_OBSERVERS
@@ -25,15 +25,16 @@ def test_all_tenants_together_hold_no_more_than_the_executor_may() -> None:
     others = Reader(3 * ALWAYS_ROOM)
     pool = BytePool(10 * ALWAYS_ROOM, lambda: [others])  # type: ignore[list-item]
     first, second = Account(Limits(), pool), Account(Limits(), pool)
-    first.begin(5 * ALWAYS_ROOM)
+    session = ServedSession(1, Reader(), "", None, False, 0.0, first)  # type: ignore[arg-type]
+    session.begin(5 * ALWAYS_ROOM)
     second.check(Reader(), 2 * ALWAYS_ROOM, 0, 0.0)  # type: ignore[arg-type]
     with pytest.raises(CallError, match="--max-bytes") as refused:
         second.check(Reader(), 2 * ALWAYS_ROOM + 1, 0, 0.0)  # type: ignore[arg-type]
     assert refused.value.code is Code.BUSY and refused.value.retry_s > 0
-    first.begin(20 * ALWAYS_ROOM)
+    session.begin(20 * ALWAYS_ROOM)
     second.check(Reader(), ALWAYS_ROOM, 0, 0.0)  # type: ignore[arg-type]
-    first.end(20 * ALWAYS_ROOM)
-    first.end(5 * ALWAYS_ROOM)
+    session.end(20 * ALWAYS_ROOM)
+    session.end(5 * ALWAYS_ROOM)
     assert pool.bytes == 0
 
 

@@ -211,9 +211,9 @@ def test_a_silent_client_is_dropped_and_that_is_logged(tmp_path: Path) -> None:
 def test_each_call_of_a_round_counts() -> None:
     """Of two sessions whose steps make the same three calls, together and alone."""
     store = Store(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))))
-    ledger = Ledger(store)
+    ledger = Ledger(store, lambda peer, act, *words: act(*words))
     calls = tuple(Call(Op.FORWARD, layer, "float32", (2, 8)) for layer in (0, 1, 0))
-    peer: Any = SimpleNamespace(transport="cuda", session=None)
+    peer: Any = SimpleNamespace(transport="cuda", session=None, count=lambda together, calls: None)
     rows = (torch.empty(2, 8),)
     members = tuple(
         DeviceCall(

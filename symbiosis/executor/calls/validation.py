@@ -238,22 +238,25 @@ def must_be_finite(call: Call, options: Options) -> bool:
 
 
 def check_finite(call: Call, payload: tuple[Tensor, ...], rows: slice, store: Store) -> None:
+    """Refuse these rows of a call if they are not finite. The sum tells, and quickly, unless it overflows."""
     if call.op is Op.GROUPED:  # rows of no group are not used
         rows = slice(int(payload[1][-1]))
-    _must_be_finite(payload[0][rows], call, store)
+    values = payload[0][rows]
+    if not isfinite(values.sum().item()):
+        _must_be_finite(values, call, store)
 
 
 def check_share(call: Call, payload: tuple[Tensor, ...], first: float, last: float, store: Store) -> None:
     """Check a part of the values for those that are not finite: from `first` to `last`, both as fractions of all values."""
     rows = payload[0][: int(payload[1][-1])] if call.op is Op.GROUPED else payload[0]
     values = rows.reshape(-1)
-    _must_be_finite(values[int(first * len(values)) : int(last * len(values))], call, store)
+    part = values[int(first * len(values)) : int(last * len(values))]
+    if not isfinite(part.sum().item()):
+        _must_be_finite(part, call, store)
 
 
 def _must_be_finite(values: Tensor, call: Call, store: Store) -> None:
-    if (
-        not isfinite(values.sum().item()) and not values.isfinite().all()
-    ):  # the sum tells, and quickly, unless it overflows
+    if not values.isfinite().all():
         raise CallError(
             Code.NON_FINITE,
             f"{store.manifest[call.layer].name}: the rows hold NaN or infinity. Look for them in the client's "

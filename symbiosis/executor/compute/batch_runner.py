@@ -104,10 +104,11 @@ class BatchRunner:
         """Answer the calls of this batch that are complete now."""
         if not batch.ends:
             return
-        batch.ran()
         for piece in batch.slices:
-            if piece.item.finished:
-                self.attempt(piece.item.work.peer, self._reply, piece, batch, batch.seconds + seconds)
+            item, start, stop = piece
+            item.ran += stop - start
+            if item.ran == item.rows:
+                self.attempt(item.work.peer, self._reply, piece, batch, batch.seconds + seconds)
 
     def _reply(self, piece: Slice, batch: Batch, seconds: float) -> None:
         work: SingleCall = piece.item.work

@@ -39,7 +39,9 @@ class Slices:
     def compute(self, slices: list[Slice]) -> None:
         """Compute all rows of the slices by one product."""
         first: SingleCall = slices[0].item.work
-        self._check(slices)
+        for piece in slices:
+            if piece.item.work.finite:
+                self._check(piece)
         try:
             if len(slices) > 1:
                 (self._rows_together if first.call.by_rows else self._together)(first.call, slices)
@@ -62,7 +64,7 @@ class Slices:
         if work.call.by_rows:
             self._prepare(batch, work)
             for (side,) in boxes(work.plan.grids[batch.grain], batch.first, batch.last):
-                self._products.multiply_panels(work.call, batch.inputs, self._outputs(piece), side, grain.columns)
+                self._products.multiply_panels(work.call, batch.inputs, _outputs(piece), side, grain.columns)
         else:
             if work.finite:
                 first, last = batch.first / batch.cells, batch.last / batch.cells
@@ -72,29 +74,29 @@ class Slices:
         if self._on_gpu:
             self._land(batch.slices)
 
-    def _check(self, slices: list[Slice]) -> None:
-        """Note the error of each call with rows that are not finite. In a joined product they do other calls no harm."""
-        for piece in slices:
-            work: SingleCall = piece.item.work
-            if work.finite and work.error is None:
-                rows = slice(piece.start, piece.stop) if work.call.by_rows else slice(None)
-                try:
-                    check_finite(work.call, work.payload, rows, self._store)
-                except CallError as error:
-                    work.error = error
+    def _check(self, piece: Slice) -> None:
+        """Note the error of a call with rows that are not finite. In a joined product they do other calls no harm."""
+        work: SingleCall = piece.item.work
+        if work.error is None:
+            rows = slice(piece.start, piece.stop) if work.call.by_rows else slice(None)
+            try:
+                check_finite(work.call, work.payload, rows, self._store)
+            except CallError as error:
+                work.error = error
 
     def _prepare(self, batch: Batch, work: SingleCall) -> None:
         """Before the first turn of a slice, check its rows, and prepare them for all its turns."""
         if batch.first:
             return
         begun = perf_counter()
-        self._check(batch.slices)
+        if work.finite:
+            self._check(batch.slices[0])
         batch.inputs = self._products.prepared(work.call, self._inputs(batch.slices[0]))
         batch.prepared_s = perf_counter() - begun
 
     def _rows_alone(self, call: Call, piece: Slice) -> None:
         """Multiply one slice, straight from the session's memory into the session's memory if that is on the device."""
-        x, out = self._inputs(piece), self._outputs(piece)
+        x, out = self._inputs(piece), _outputs(piece)
         if out[0].device == self._device:
             self._products.multiply(call, x, out)
         else:
@@ -107,7 +109,7 @@ class Slices:
         rows = [piece.stop - piece.start for piece in slices]
         x = [torch.cat(parts) for parts in zip(*map(self._inputs, slices), strict=True)]
         y = self._products.multiply(call, x, forward=self._product_of_joined)
-        for y_TN, outs in zip(y, zip(*map(self._outputs, slices), strict=True), strict=True):
+        for y_TN, outs in zip(y, zip(*map(_outputs, slices), strict=True), strict=True):
             for out_TN, part_TN in zip(outs, y_TN.split(rows), strict=True):
                 out_TN.copy_(part_TN, non_blocking=True)
 
@@ -116,7 +118,7 @@ class Slices:
         work: SingleCall = piece.item.work
         if work.call.seeded and work.payload[0].dtype is torch.uint8:
             return self._grown(work, piece)
-        return [self._here(part[piece.start : piece.stop]) for part in work.inputs()]
+        return [self._here(part[piece.start : piece.stop]) for part in work.inputs]
 
     def _grown(self, work: SingleCall, piece: Slice) -> list[Tensor]:
         """Make the slice's rows from the seed that came in their place. The stream makes rows of the whole payload's width; what each
@@ -128,11 +130,6 @@ class Slices:
             grown.append(self._here(_run(key, call, first, last).view(-1, width)))
             begun += rows * width
         return grown
-
-    def _outputs(self, piece: Slice) -> list[Tensor]:
-        """Return where the slice's results go: one tensor, or one for each member of a group's FORWARD."""
-        work: SingleCall = piece.item.work
-        return [part[piece.start : piece.stop] for part in work.outputs()]
 
     def _together(self, call: Call, slices: list[Slice]) -> None:
         """Compute several calls at once whose rows belong to groups of matrices, or that are lookups."""
@@ -157,6 +154,12 @@ class Slices:
         if that is an error."""
         if not all(piece.item.work.out.is_cuda for piece in slices):
             self._wait()
+
+
+def _outputs(piece: Slice) -> list[Tensor]:
+    """Return where the slice's results go: one tensor, or one for each member of a group's FORWARD."""
+    work: SingleCall = piece.item.work
+    return [part[piece.start : piece.stop] for part in work.outputs]
 
 
 def _run(key: bytes, call: Call, first: int, last: int) -> Tensor:

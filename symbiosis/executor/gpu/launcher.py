@@ -139,7 +139,7 @@ class Launcher:
         """Note the addresses of a call's rows and results, if others can join the call. `at` returns that of a tensor; None if they are
         out of reach."""
         if self._gatherer is not None and call.call.by_rows and call.plan.rows and at is not None:
-            addresses = RowAddresses(call.inputs(), call.outputs(), call.peer.answer(call.number), at)
+            addresses = RowAddresses(call.inputs, call.outputs, call.peer.answer(call.number), at)
             call.addresses = addresses if addresses.aligned else None
 
     def join(self, works: Sequence[DeviceWork]) -> float:
@@ -245,7 +245,7 @@ class Launcher:
     def _run(self, call: DeviceCall) -> None:
         """Compute one call as a whole."""
         if call.call.by_rows:
-            self._products.multiply(call.call, call.inputs(), call.outputs())
+            self._products.multiply(call.call, call.inputs, call.outputs)
         else:
             self._ops.whole(call.call, _in_range(call), call.out)
 

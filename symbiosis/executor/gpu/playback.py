@@ -155,7 +155,7 @@ class ByStream(Playback):
     def __init__(self, device: torch.device, round: Round, multiply: Multiply) -> None:
         super().__init__(device, len(round.members), priority=0)
         self._multiply = multiply
-        self._products = [(call.call, call.inputs(), call.outputs()) for call in round.members]
+        self._products = [(call.call, call.inputs, call.outputs) for call in round.members]
         self._round = round
         bell, reply = round.bell.data_ptr(), round.reply.data_ptr()
         numbers = range(1, self._calls + 1)
@@ -249,7 +249,7 @@ def load(device: torch.device) -> None:
 
 def for_one(device: torch.device, round: Round, multiply: Multiply) -> ByKernels:
     """Make the playback of one client's round."""
-    products = [InPlace(call.call, call.inputs(), call.outputs(), multiply) for call in round.members]
+    products = [InPlace(call.call, call.inputs, call.outputs, multiply) for call in round.members]
     return ByKernels(device, products, round.error)
 
 

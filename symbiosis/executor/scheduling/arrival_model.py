@@ -74,7 +74,7 @@ class ArrivalModel:
             self.age += 1
             if self.follows.get(before) != key:
                 note(self.follows, before, key)
-            note(self.gap, before, smooth(self.gap.get(before), max(0.0, arrived - self.replied)))
+            observe(self.gap, before, max(0.0, arrived - self.replied))
         self.arrive_at(key, cost)
 
     def uses(self, seconds: float) -> None:
@@ -88,7 +88,8 @@ class ArrivalModel:
         self.arrive_at(coming, cost)
 
     def arrive_at(self, key: Hashable, cost: float) -> None:
-        self.at, self.next, self.answer_s = key, self._following(key), cost
+        self.at, self.answer_s = key, cost
+        self.next = self.follows[key] if key in self.follows else self.habits.follows.get(key)
         self.pause = self.gap[key] if key in self.gap else self.habits.gap.get(key, inf)
         if self.next == key and key not in self.rounds:
             self.next = None
@@ -105,9 +106,6 @@ class ArrivalModel:
         late = (self.rules.overdue - 1) * self.pause
         return Due(expected, expected + min(late, self.rules.max_wait))
 
-    def _following(self, key: Hashable) -> Hashable:
-        return self.follows[key] if key in self.follows else self.habits.follows.get(key)
-
     def ring(self) -> dict[Hashable, int]:
         """Return the calls that the session makes again and again, each with its place in the ring. It is worked out anew now and
         then."""
@@ -115,7 +113,7 @@ class ArrivalModel:
             self.age, self._ring, key = 0, {}, self.at
             while key is not None and key not in self._ring:
                 self._ring[key] = len(self._ring)
-                key = self._following(key)
+                key = self.follows[key] if key in self.follows else self.habits.follows.get(key)
         return self._ring
 
 
@@ -125,5 +123,12 @@ def note(table: dict[Hashable, Any], key: Hashable, value: Any) -> None:
     table[key] = value
 
 
-def smooth(old: float | None, new: float) -> float:
-    return new if old is None else old + SMOOTHING * (new - old)
+def observe(table: dict[Hashable, float], key: Any, new: float, first: float | None = None) -> float:
+    """Move the average of a key, which begins with `first` or with what is seen first, by an observation. Return it."""
+    old = table.get(key, first)
+    if old is not None:
+        new = old + SMOOTHING * (new - old)
+    if len(table) >= KEYS_KEPT and key not in table:
+        table.clear()
+    table[key] = new
+    return new

@@ -90,14 +90,13 @@ class Batcher:
         return dropped
 
     def add(self, item: Item) -> None:
+        """Take a call that has come: this is the one place that learns from it."""
         rhythm = self.callers.sessions[item.session]
-        if not rhythm.watches:
-            rhythm.tenant.expects(self.costs.of_rows(item, item.rows), item.arrived)
-        self.callers.calls(rhythm, item.arrived)
+        self.callers.calls(rhythm, item.arrived, self.costs.of_call(item))
         if item.calls > 1:
             note(self.costs.rounds, item.key, item.calls)
         if not rhythm.pending and item.joinable:
-            rhythm.learn(item.key, item.arrived, self.costs.of_product(item.key))
+            rhythm.learn(item.key, item.arrived, self.costs.product.get(item.key, 0.0))
             self.callers.live[item.session] = rhythm
         rhythm.pending.append(item)
         item.whole = item.joinable and item.rows < self.rules.join_below and item.kind not in self.costs.slow
@@ -144,7 +143,7 @@ class Batcher:
                 rhythm.pending.remove(item)
                 if item.joinable:  # other calls are rare: they have no rhythm and keep no session active
                     coming = rhythm.pending[0].key if rhythm.pending else item.key
-                    rhythm.answered(item.key, coming, now, self.costs.of_product(coming))
+                    rhythm.answered(item.key, coming, now, self.costs.product.get(coming, 0.0))
         if self.idle:
             self.waiting.foresee(now)
 

@@ -52,10 +52,13 @@ class Callers:
             self._recent.pop(rhythm.tenant, None)
         return rhythm.pending
 
-    def calls(self, rhythm: ArrivalModel, now: float) -> None:
-        """Note that a session makes a call. If it had none in flight, the time that it was idle earns it no credit."""
+    def calls(self, rhythm: ArrivalModel, now: float, seconds: float | None = None) -> None:
+        """Note that a session makes a call, which is expected to take so long. If it had none in flight, the time that it was idle earns
+        it no credit."""
         tenant = rhythm.tenant
         if not rhythm.watches:
+            if seconds is not None and (seconds <= tenant.brief or now > tenant.brief_at + ACTIVE_S):
+                tenant.brief, tenant.brief_at = seconds, now
             tenant.called = now
             self._recent.pop(tenant, None)
             self._recent[tenant] = None

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping
 
-from symbiosis.executor.scheduling.arrival_model import note, smooth
+from symbiosis.executor.scheduling.arrival_model import SMOOTHING, observe
 from symbiosis.executor.scheduling.queue import Batch, Item
 
 USUAL_S = 4e-10  # for a multiplication, until measured
@@ -25,10 +25,10 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self._product: dict[Hashable, float] = {}
+        self.product: dict[Hashable, float] = {}  # a product, by key
         self._row: dict[Hashable, float] = {}
         self._of_key: dict[Hashable, float] = {}  # a multiplication, by the size of the product
-        self._of_kind: dict[tuple[Hashable, int], float] = {}
+        self._of_kind: dict[Hashable, float] = {}
         self._prepared: dict[Hashable, float] = {}  # a row, before any cell of it is computed
         self._usual = USUAL_S  # a multiplication, of whatever key
         self.slow: set[Hashable] = set()  # kinds of which joining calls gains nothing
@@ -39,37 +39,29 @@ class Costs:
         for kind, seconds in kinds.items():
             self._learn_kind(kind, _size(rows), seconds)
 
-    def of_product(self, key: Hashable) -> float:
-        """Return the cost of a product of this key, 0 if unknown."""
-        return self._product.get(key, 0.0)
-
     def saved(self, key: Hashable, contention: float) -> float:
         """Return what one product less would save."""
-        return (ROUND_WORTH if key in self.rounds else contention) * self.of_product(key)
+        return (ROUND_WORTH if key in self.rounds else contention) * self.product.get(key, 0.0)
 
     def of_row(self, item: Item) -> float:
         """Return the cost of one row among many, guessed if nothing is known of its key or kind."""
         return self._row.get(item.key) or self._of_multiplication(item, FEW_ROWS, self._usual) * item.price / item.rows
 
-    def row_at_most(self, item: Item, rows: int) -> float:
-        """Return the cost of one row among so many if that is known, else what it hardly exceeds."""
-        if len(item.grains) > 1:
-            return self._of_multiplication(item, rows, UNSEEN_S) * item.price / item.rows
-        return self._row.get(item.key) or UNSEEN_ROW_S * item.price / item.rows
-
     def at_most(self, item: Item, rows: int) -> float:
         """Return how long so many rows of a call will take if that is known, else what they hardly exceed."""
-        if item.divisible:
-            return self.row_at_most(item, rows) * rows
-        return self._of_multiplication(item, FEW_ROWS, UNSEEN_S) * item.price
+        if not item.divisible:
+            return self._of_multiplication(item, FEW_ROWS, UNSEEN_S) * item.price
+        if len(item.grains) > 1:
+            return self._of_multiplication(item, rows, UNSEEN_S) * item.price / item.rows * rows
+        return (self._row.get(item.key) or UNSEEN_ROW_S * item.price / item.rows) * rows
 
-    def of_rows(self, item: Item, rows: int) -> float:
-        """Return how long so many rows of a call will take, guessed if nothing is known of its key or kind."""
+    def of_call(self, item: Item) -> float:
+        """Return how long a call will take, guessed if nothing is known of its key or kind."""
         if not item.divisible:
             return self._of_multiplication(item, FEW_ROWS, self._usual) * item.price
-        if rows < FEW_ROWS and item.key in self._product:
-            return self._product[item.key]
-        return self.of_row(item) * (rows + READING)
+        if item.rows < FEW_ROWS and item.key in self.product:
+            return self.product[item.key]
+        return (self._row.get(item.key) or self.of_row(item)) * (item.rows + READING)
 
     def of_turn(self, batch: Batch) -> float:
         """Return how long this turn of a batch will take, as far as is known, without the fixed cost of a product of few rows."""
@@ -87,7 +79,7 @@ class Costs:
         self.learn_product(batch.key, batch.rows if by_rows else 0, batch.seconds)
         if (by_rows and batch.rows < FEW_ROWS) or (price := batch.price) < WORTH_LEARNING:
             return
-        self._usual = smooth(self._usual, batch.seconds / price)
+        self._usual += SMOOTHING * (batch.seconds / price - self._usual)
 
     def learn_turn(self, batch: Batch, seconds: float) -> None:
         """Learn from one turn of a batch, unless it was too short, or a product of few rows at once."""
@@ -99,22 +91,22 @@ class Costs:
             return
         if batch.prepared_s and not batch.first:
             seconds -= batch.prepared_s
-            self._learn(self._prepared, batch.key, batch.prepared_s / batch.rows)
+            observe(self._prepared, batch.key, batch.prepared_s / batch.rows)
         size = _size(batch.rows if item.divisible else FEW_ROWS)
         known = self._learn_kind(item.kind, size, seconds / price)
-        note(self._of_key, (item.key, size), smooth(self._of_key.get((item.key, size), known), seconds / price))
+        observe(self._of_key, (item.key, size), seconds / price, known)
 
     def learn_product(self, key: Hashable, rows: int, seconds: float) -> float:
         """Learn from a product of this key. Return what one costs now."""
         if key in self.rounds:
-            return self._product.get(key, seconds)
+            return self.product.get(key, seconds)
         if rows >= FEW_ROWS:
-            self._learn(self._row, key, seconds / rows)
-        return self._learn(self._product, key, seconds)
+            observe(self._row, key, seconds / rows)
+        return observe(self.product, key, seconds)
 
     def learn_round(self, key: Hashable, seconds: float) -> None:
         """Learn from a round, timed from its first call to its last while other programs ran."""
-        self._learn(self._product, key, seconds)
+        observe(self.product, key, seconds)
 
     def _of_multiplication(self, item: Item, rows: int, unknown: float) -> float:
         """Return the cost of one multiplication among so many rows: what is known of the call's key, of its kind, or no less than what is known
@@ -130,18 +122,10 @@ class Costs:
 
     def _learn_kind(self, kind: Hashable, size: int, seconds: float) -> float:
         """Learn what a multiplication of a kind takes. Return what one costs now."""
-        known = self._of_kind[kind, size] = smooth(self._of_kind.get((kind, size)), seconds)
+        known = observe(self._of_kind, (kind, size), seconds)
         if size >= _size(READING):
             (self.slow.add if known > SLOW_S else self.slow.discard)(kind)
         return known
-
-    def _learn(self, table: dict[Hashable, float], key: Hashable, seconds: float) -> float:
-        old = table.get(key)
-        if old is None:
-            note(table, key, seconds)
-            return seconds
-        cost = table[key] = smooth(old, seconds)
-        return cost
 
 
 def _size(rows: int) -> int:

@@ -37,6 +37,12 @@ class Cutting:
         """Return a batch of `head` and the calls of its queue that may join it. Its first turn is the whole batch if others can wait
         for that."""
         queue = self._queues[head.key]
+        by_itself = len(queue) == 1 and head.turns == 1 and head.rows <= self._rules.max_rows
+        if by_itself and self._costs.at_most(head, head.rows) <= TURN_S:  # as most calls are
+            del self._queues[head.key]
+            piece, head.start = Slice(head, head.start, head.rows), head.rows
+            self._callers.served([self._callers.sessions[head.session]], now)
+            return Batch(head.key, [piece], now)
         most = TOGETHER if len(queue) > 1 and self._callers.other_tenants_call(head) else len(queue)
         most_rows = self._most_rows(head, queue)
         alone = len(queue) == 1 and (queue.rows <= most_rows or not head.divisible)
@@ -131,7 +137,7 @@ class Cutting:
         least, row_s = 1, seconds / queue.rows
         if head.divisible and seconds > turn_s:
             least, _ = head.grains[self._grain(head, head.left, turn_s)]
-            row_s = max(self._costs.row_at_most(head, least), 2 * self._costs.of_preparing(head))
+            row_s = max(self._costs.at_most(head, least) / least, 2 * self._costs.of_preparing(head))
         return int(min(most, max(least, turn_s / max(row_s, 1e-12))))
 
     def _grain(self, item: Item, rows: int, turn_s: float) -> int:

@@ -43,14 +43,7 @@ class Item:
 class Queue(deque[Item]):
     """The calls of one key, how many of their rows are left, and how many calls cannot be joined as a whole."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = self.apart = 0
-
-    def put(self, item: Item) -> None:
-        self.append(item)
-        self.rows += item.rows - item.start
-        self.apart += not item.whole
+    rows = apart = 0
 
     def drop(self, item: Item) -> None:
         if self[0] is item:
@@ -76,7 +69,9 @@ class Queues(dict[Hashable, Queue]):
         queue = self.get(item.key)
         if queue is None:
             queue = self[item.key] = Queue()
-        queue.put(item)
+        queue.append(item)
+        queue.rows += item.rows - item.start
+        queue.apart += not item.whole
 
     def remove(self, item: Item) -> None:
         """Remove the item if it still waits."""

@@ -16,8 +16,3 @@ class TenantUse:
     called: float = -inf
     brief: float = inf  # expected seconds of the shortest of its recent calls
     brief_at: float = -inf
-
-    def expects(self, seconds: float, now: float) -> None:
-        """Note a call that is expected to take so long."""
-        if seconds <= self.brief or now > self.brief_at + ACTIVE_S:
-            self.brief, self.brief_at = seconds, now

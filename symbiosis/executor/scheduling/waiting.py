@@ -43,7 +43,7 @@ class Waiting:
 
     def ready(self, now: float) -> tuple[Sequence[Queue], Behind]:
         """Return the queues that need not wait any more, and how far behind each place in the ring the next session is."""
-        if not self._queues or self._still_waits(now):
+        if not self._queues or (self.awaited is not None and self._still_waits(self.awaited, now)):
             return [], {}
         self.wake, self.awaited = inf, None
         queues = list(self._queues.values())
@@ -51,7 +51,8 @@ class Waiting:
             if self._all_wait(now):
                 return queues, self._behind(queues[0][0]) if len(queues) > 1 else {}
             return [queue for queue in queues if self._callers[queue[0]].watches], {}
-        if self._rules.policy.foresees and not self._all_here(queues):
+        all_here = len(queues) == 1 and len(queues[0]) >= len(self._callers.live)  # all live sessions wait in one queue
+        if self._rules.policy.foresees and not all_here:
             due = self._due(now)
             queues = [queue for queue in queues if self._is_ready(queue, due.get(queue[0].key), now)]
             if queues:
@@ -88,11 +89,11 @@ class Waiting:
         self.wake = max(waited_for, default=inf)
         return not waited_for
 
-    def _still_waits(self, now: float) -> bool:
+    def _still_waits(self, awaited: Awaited, now: float) -> bool:
         """Whether the awaited calls have yet to arrive, and no other call has."""
-        if self.awaited is None or len(self._queues) > 1 or not self._rules.policy.foresees:
+        if len(self._queues) > 1 or not self._rules.policy.foresees:
             return False
-        key, calls, until, since = self.awaited
+        key, calls, until, since = awaited
         queue = self._queues.get(key)
         if queue is None or queue.apart or queue.rows >= self._rules.join_below or len(queue) >= calls:
             return False
@@ -100,10 +101,6 @@ class Waiting:
             return False
         self.wake = min(until, queue[0].arrived + self.budget(key))
         return now < self.wake
-
-    def _all_here(self, queues: list[Queue]) -> bool:
-        """Whether all live sessions wait in one queue."""
-        return len(queues) == 1 and len(queues[0]) >= len(self._callers.live)
 
     def _due(self, now: float) -> dict[Hashable, list[Due]]:
         """Return, for each key with waiting calls, when the sessions whose next call (or next but one) it is are due."""
