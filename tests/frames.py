@@ -1,20 +1,25 @@
-"""Calls of every op for tests: right ones, and ones that say what their op does not use, or what nobody can answer."""
+"""Calls of every op for tests: right ones, ones that are cut or that need much memory, and ones that say what their op does not use, or
+what nobody can answer."""
 
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 
 import torch
+from hypothesis import strategies as st
 from msgspec.structs import replace
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.executor.model.store import Store
 from symbiosis.protocol import (
     DTYPES,
     FLOATS,
     HEAD_SIZE,
     MAX_DIM,
     MAX_GROUP,
+    SEED_BYTES,
     Call,
     Layer,
     Op,
@@ -23,6 +28,7 @@ from symbiosis.protocol import (
     call_body,
     encode_call,
 )
+from symbiosis.transport.tensors import TORCH_DTYPE
 
 IN, OUT, MATRICES = 8, 16, 3
 FILLED = {
@@ -36,9 +42,9 @@ ODD_SHAPES: list[tuple[int, ...]] = [
 
 
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(MATRICES, OUT, IN))
+        self.up = nn.Parameter(torch.randn(*shape))
 
 
 class EveryKind(nn.Module):
@@ -49,7 +55,7 @@ class EveryKind(nn.Module):
         torch.manual_seed(0)
         self.linear, self.plain = nn.Linear(IN, OUT), nn.Linear(IN, OUT, bias=False)
         self.conv, self.embedding = Conv1D(OUT, IN), nn.Embedding(10, IN)
-        self.experts, self.norm = Experts(), nn.LayerNorm(IN)
+        self.experts, self.norm = Experts(MATRICES, OUT, IN), nn.LayerNorm(IN)
         self.cube = nn.Parameter(torch.zeros(1, 1, 1, 1, 1, 2))  # of more dimensions than travel
 
 
@@ -162,3 +168,133 @@ class Calls:
 
 def header(body: bytes, seq: int) -> bytes:
     return encode_call(Call(Op.STATS, 0, "float32"), seq)[:HEAD_SIZE] + body
+
+
+# ---------------------------------------------------------------- calls that are cut into several cells
+
+K, N, G = 160, 1100, 5  # N: several panels, and what is left over
+
+
+class WideKinds(nn.Module):
+    """Layers of each kind that are cut into several cells."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(K, N)
+        self.plain = nn.Linear(K, N + 200, bias=False)
+        self.conv = Conv1D(N, K)
+        self.embedding = nn.Embedding(700, K)
+        self.experts = Experts(G, K, N)
+        self.to(dtype)
+
+
+WEIGHT = View((N, K), (K, 1), 0)
+EXPERT = View((K, N), (N, 1), 2 * K * N)
+STACK = View((G, K, N), (0, N, 1), 0)  # one expert, expanded
+
+
+@cache
+def wide_store() -> Store:
+    return Store(WideKinds(), serve=["*"], integers=(8, 16))
+
+
+@st.composite
+def wide_calls(draw: st.DrawFn, few: st.SearchStrategy[int] = st.integers(1, 300)) -> Call:  # noqa: B008
+    """A valid call of any op on the layers of `WideKinds`."""
+    number = {layer.name: number for number, layer in enumerate(wide_store().manifest)}
+    linear, plain, conv, experts = number["linear"], number["plain"], number["conv"], number["experts.up"]
+    T, dtype = draw(few), draw(st.sampled_from(("float32", "float64", "bfloat16", "float16")))
+    return draw(
+        st.sampled_from(
+            (
+                Call(Op.FORWARD, linear, dtype, (T, K), bias=True),
+                Call(Op.FORWARD, linear, dtype, (T, K), bias=True, also=(conv,)),
+                Call(Op.FORWARD, linear, dtype, (T, K), also=(plain, conv)),
+                Call(Op.DGRAD, linear, dtype, (T, 2 * N), also=(conv,)),
+                Call(Op.FORWARD, plain, "int32", (T, K)),
+                Call(Op.FORWARD, linear, "int64", (T, K), also=(conv,), seeded=True),
+                Call(Op.DGRAD, linear, "int64", (T, 2 * N), also=(conv,), seeded=True),
+                Call(Op.PRODUCT, linear, dtype, (T, N), view=WEIGHT),
+                Call(Op.PRODUCT, experts, dtype, (T, K), view=EXPERT),
+                Call(Op.PRODUCT, experts, dtype, (G, T, K), view=View((G, K, N), (K * N, N, 1), 0)),
+                Call(Op.PRODUCT, experts, dtype, (G, T, K), view=STACK),
+                Call(Op.LEFT, linear, dtype, (K, T), view=WEIGHT),
+                Call(Op.LEFT, experts, dtype, (G, N, T)),
+                Call(Op.PRODUCT, experts, dtype, (G, T, K), view=STACK, columns=True),
+                Call(Op.LEFT, experts, dtype, (G, N, T), columns=True),
+                Call(Op.GROUPED, experts, "float32", (T, K), groups=G),
+                Call(Op.LOOKUP, number["embedding"], dtype, (T,)),
+                Call(Op.NORMS, linear, "float32"),
+                Call(Op.NORMS, conv, "float64"),
+                Call(Op.READ, experts, dtype),
+                Call(Op.READ, linear, dtype, view=View((2, N, 80), (80, K, 1), 0)),
+                Call(Op.ECHO, 0, dtype, (T, 7, 3)),
+            )
+        )
+    )
+
+
+def payload_of(call: Call) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    if call.op is Op.LOOKUP:
+        return (torch.randint(0, 700, call.shape),)
+    if call.seeded:
+        return (torch.arange(SEED_BYTES, dtype=torch.uint8),)
+    if call.op in (Op.READ, Op.NORMS):
+        return ()
+    values = torch.randn(call.payload_shape) if call.dtype[:3] != "int" else torch.randint(-(2**30), 2**30, call.shape)
+    x = values.to(TORCH_DTYPE[call.dtype])
+    if call.op is not Op.GROUPED:
+        return (x,)
+    ends = torch.randint(0, call.rows + 1, (call.groups,)).sort().values
+    return x, ends.to(torch.int32)
+
+
+# ---------------------------------------------------------------- calls that need memory
+
+LARGE_K, LARGE_N = 1024, 6000
+
+
+@cache
+def large_store() -> Store:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(LARGE_K, LARGE_N, dtype=torch.bfloat16)
+            self.narrow = nn.Linear(64, LARGE_N, dtype=torch.bfloat16)
+            self.experts = nn.ModuleList()
+            self.embedding = nn.Embedding(6000, 1024, dtype=torch.bfloat16)
+
+    class LargeExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.zeros(8, LARGE_K, 1024, dtype=torch.bfloat16))
+
+    model = Model()
+    model.experts = LargeExperts()  # type: ignore[assignment]
+    return Store(model, serve=["*"], integers=(8, 16))
+
+
+def heavy_calls() -> list[Call]:
+    """Each needs more memory than its payload and its reply."""
+    store = large_store()
+    number = {layer.name: number for number, layer in enumerate(store.manifest)}
+    linear, experts, embedding = number["linear"], number["experts.up"], number["embedding"]
+    odd = View((LARGE_N // 2, LARGE_K // 2), (2 * LARGE_K, 2), 0)  # no library multiplies by that as it lies there
+    return [
+        Call(Op.FORWARD, linear, "float32", (2000, LARGE_K), bias=True),
+        Call(Op.FORWARD, linear, "float64", (10, LARGE_K)),
+        Call(Op.DGRAD, number["narrow"], "bfloat16", (2000, LARGE_N)),  # few CPUs are fast at that
+        Call(Op.FORWARD, linear, "int32", (1000, LARGE_K), seeded=True),
+        Call(Op.FORWARD, linear, "int64", (500, LARGE_K)),
+        Call(Op.PRODUCT, linear, "bfloat16", (100, LARGE_N // 2), view=odd),
+        Call(Op.PRODUCT, experts, "float32", (8, 200, LARGE_K)),
+        Call(Op.PRODUCT, experts, "float64", (8, 10, LARGE_K), view=View((8, LARGE_K, 1024), (0, 1024, 1), 0)),
+        Call(Op.LEFT, linear, "float64", (LARGE_K, 50), view=View((LARGE_N, LARGE_K), (LARGE_K, 1), 0)),
+        Call(Op.GROUPED, experts, "float32", (3000, LARGE_K), groups=8),
+        Call(Op.LOOKUP, embedding, "float64", (6000,)),
+        Call(Op.NORMS, linear, "float64"),
+        Call(Op.READ, linear, "float64"),
+        Call(Op.ECHO, 0, "float32", (4000, 1000)),
+    ]

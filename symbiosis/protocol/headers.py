@@ -17,9 +17,8 @@ import msgspec
 
 from symbiosis.build import build
 from symbiosis.errors import Code, ProtocolError
-from symbiosis.protocol.ops import DTYPES, ITEMSIZE, MAX_DIM, MAX_GROUP, SEED_BYTES, Op, Priority
+from symbiosis.protocol.ops import DTYPES, ITEMSIZE, MAX_DIM, MAX_GROUP, SEED_BYTES, VERSION, Op, Priority
 
-VERSION = 14  # rises with what goes over the wire: tests/inproc/test_wire.py
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 LONGEST_TEXT = 1024  # bytes of a refusal's text

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from symbiosis.build import build
 from symbiosis.errors import CallError, Code, ProtocolError
-from symbiosis.protocol.headers import BODY_SIZE, LONGEST_TEXT, VERSION, Call
-from symbiosis.protocol.ops import MAX_DIM, MAX_GROUP, Op, Priority
+from symbiosis.protocol.headers import BODY_SIZE, LONGEST_TEXT, Call
+from symbiosis.protocol.ops import MAX_DIM, MAX_GROUP, VERSION, Op, Priority
 from symbiosis.text import shown
 
 Word = Annotated[str, Meta(max_length=128)]
@@ -48,7 +48,7 @@ class Layer(Closed, frozen=True):
 
     def transposes(self, op: Op) -> bool:
         """Whether `op` multiplies rows by the transpose of this weight."""
-        return op.traits.of_whole_layers and (op is Op.FORWARD) == (self.kind != "conv1d")
+        return op.traits.of_whole_layers and op.traits.by_transpose == (self.kind != "conv1d")
 
 
 class Limits(Closed, frozen=True):

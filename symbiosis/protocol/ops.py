@@ -1,8 +1,9 @@
-"""The ops that a layer can be asked for. To add one, begin with `Op` and `TRAITS`."""
+"""The ops that a layer can be asked for, and the version of the protocol. To add one, begin with `Op` and `TRAITS`."""
 
 from enum import IntEnum
 from typing import NamedTuple
 
+VERSION = 14  # rises with what goes over the wire: tests/inproc/test_wire.py
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1}
 FLOATS = frozenset(("float32", "bfloat16", "float16", "float64"))
@@ -40,7 +41,9 @@ class Traits(NamedTuple):
     by_rows: bool = False  # each row of the payload makes one row of the reply
     activations: bool = False  # the payload holds values of a forward pass, which should be finite
     multiplies: bool = False  # it is a matrix product, which a GPU may ask for, or a client make with mapped weights
+    by_transpose: bool = False  # it multiplies by the transpose of W; only an op of whole layers does
     indices: bool = False  # the last tensor of the payload holds indices, which are checked
+    open_ended: bool = False  # nobody knows before how many bytes the reply has
 
     @property
     def has_payload(self) -> bool:
@@ -59,7 +62,8 @@ TRAITS: dict[Op, Traits] = {
         by_rows=True,
         activations=True,
         multiplies=True,
-    ),  # fmt: skip
+        by_transpose=True,
+    ),
     Op.DGRAD: Traits(frozenset(("layer", "dtype", "shape", "also", "seeded")), by_rows=True, multiplies=True),
     Op.PRODUCT: Traits(_BY_VIEW | {"bias", "columns"}, by_rows=True, activations=True, multiplies=True),
     Op.LEFT: Traits(_BY_VIEW | {"columns"}, activations=True, multiplies=True),
@@ -68,7 +72,7 @@ TRAITS: dict[Op, Traits] = {
     Op.NORMS: Traits(frozenset(("layer", "dtype"))),
     Op.READ: Traits(frozenset(("layer", "dtype", "view"))),
     Op.ECHO: Traits(frozenset(("dtype", "shape"))),
-    Op.STATS: Traits(frozenset()),
+    Op.STATS: Traits(frozenset(), open_ended=True),
 }
 for _op, _traits in TRAITS.items():
     _op.traits = _traits

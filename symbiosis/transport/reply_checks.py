@@ -16,7 +16,6 @@ from symbiosis.protocol import (
     Call,
     Hello,
     Layer,
-    Op,
     Refusal,
     Reply,
     Welcome,
@@ -128,7 +127,7 @@ class Answers:
 
     def check(self, call: Call, reply: Reply) -> None:
         """Raise `ProtocolError` if `reply` cannot be the answer to `call`. Ask before allocating anything for it."""
-        if reply.code is Code.OK and call.op is not Op.STATS:
+        if reply.code is Code.OK and not call.op.traits.open_ended:
             right = (reply.dtype, reply.shape) == (self._known.get(call) or self.of(call))
         else:
             most = MOST_FIGURES if reply.code is Code.OK else LONGEST_TEXT
@@ -150,7 +149,7 @@ class Answers:
 
     def nbytes(self, call: Call) -> int:
         """Return the most bytes that the reply may have."""
-        if call.op is Op.STATS:
+        if call.op.traits.open_ended:
             return MOST_FIGURES
         try:
             dtype, shape = self._known.get(call) or self.of(call)

@@ -5,11 +5,6 @@ import sys
 
 import msgspec
 import pytest
-import torch
-from torch import nn
-
-from symbiosis.executor.model.store import Store
-from symbiosis.protocol import Call, Op, View
 
 MEMORY = """
 import gc, json, sys
@@ -21,8 +16,8 @@ from symbiosis.executor.scheduling.queue import Batch, Item, Slice
 from symbiosis.executor.call_kinds import HostCall
 from symbiosis.transport.inproc import InprocPeer
 from symbiosis.transport.tensors import TORCH_DTYPE
-from tests.process.test_price_memory import heavy_calls, large_store
-from tests.unit.test_price import OPTIONS, payload_of
+from symbiosis.executor.options import Options
+from tests.frames import heavy_calls, large_store, payload_of
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
 store = large_store()
@@ -46,7 +41,7 @@ def run(call, payload, plan):
 
 result = []
 for call in heavy_calls():
-    plan, payload = make_plan(call, store, OPTIONS), payload_of(call)
+    plan, payload = make_plan(call, store, Options(allow_read=True, integers=(8, 16))), payload_of(call)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = now()
@@ -54,50 +49,6 @@ for call in heavy_calls():
     result.append((str(call), peak() - before, plan.held + plan.scratch))
 print(json.dumps(result))
 """
-LARGE_K, LARGE_N = 1024, 6000
-
-
-def large_store() -> Store:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(LARGE_K, LARGE_N, dtype=torch.bfloat16)
-            self.narrow = nn.Linear(64, LARGE_N, dtype=torch.bfloat16)
-            self.experts = nn.ModuleList()
-            self.embedding = nn.Embedding(6000, 1024, dtype=torch.bfloat16)
-
-    class LargeExperts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Parameter(torch.zeros(8, LARGE_K, 1024, dtype=torch.bfloat16))
-
-    model = Model()
-    model.experts = LargeExperts()  # type: ignore[assignment]
-    return Store(model, serve=["*"], integers=(8, 16))
-
-
-def heavy_calls() -> list[Call]:
-    """Each needs more memory than its payload and its reply."""
-    store = large_store()
-    number = {layer.name: number for number, layer in enumerate(store.manifest)}
-    linear, experts, embedding = number["linear"], number["experts.up"], number["embedding"]
-    odd = View((LARGE_N // 2, LARGE_K // 2), (2 * LARGE_K, 2), 0)  # no library multiplies by that as it lies there
-    return [
-        Call(Op.FORWARD, linear, "float32", (2000, LARGE_K), bias=True),
-        Call(Op.FORWARD, linear, "float64", (10, LARGE_K)),
-        Call(Op.DGRAD, number["narrow"], "bfloat16", (2000, LARGE_N)),  # few CPUs are fast at that
-        Call(Op.FORWARD, linear, "int32", (1000, LARGE_K), seeded=True),
-        Call(Op.FORWARD, linear, "int64", (500, LARGE_K)),
-        Call(Op.PRODUCT, linear, "bfloat16", (100, LARGE_N // 2), view=odd),
-        Call(Op.PRODUCT, experts, "float32", (8, 200, LARGE_K)),
-        Call(Op.PRODUCT, experts, "float64", (8, 10, LARGE_K), view=View((8, LARGE_K, 1024), (0, 1024, 1), 0)),
-        Call(Op.LEFT, linear, "float64", (LARGE_K, 50), view=View((LARGE_N, LARGE_K), (LARGE_K, 1), 0)),
-        Call(Op.GROUPED, experts, "float32", (3000, LARGE_K), groups=8),
-        Call(Op.LOOKUP, embedding, "float64", (6000,)),
-        Call(Op.NORMS, linear, "float64"),
-        Call(Op.READ, linear, "float64"),
-        Call(Op.ECHO, 0, "float32", (4000, 1000)),
-    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is told by /proc")

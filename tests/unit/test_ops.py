@@ -6,7 +6,6 @@ import torch
 from symbiosis.client.direct.mapped import ANSWERS
 from symbiosis.client.privacy.verify import Proofs
 from symbiosis.executor.calls.cell_ops import CellOps
-from symbiosis.executor.calls.cells import GRIDS
 from symbiosis.executor.calls.price import PRICES
 from symbiosis.executor.calls.validation import CHECKS
 from symbiosis.executor.compute.products import ONE_PRODUCT, Products
@@ -14,8 +13,7 @@ from symbiosis.executor.model.store import Store
 from symbiosis.protocol import Call, Op
 from symbiosis.protocol.ops import TRAITS
 from symbiosis.protocol.shapes import SHAPES
-from tests.frames import Calls, EveryKind
-from tests.process.test_price_memory import heavy_calls
+from tests.frames import Calls, EveryKind, heavy_calls
 
 OF_A_LAYER = {op for op in Op if "layer" in op.traits.uses}
 ANSWERED = set(Op) - {Op.STATS}  # which becomes an ECHO of the figures
@@ -28,11 +26,10 @@ TABLES = {  # where each table is, what it has, and which ops belong there
     "symbiosis/protocol/shapes.py SHAPES": (SHAPES, ANSWERED),
     "symbiosis/executor/calls/validation.py CHECKS": (CHECKS, OF_A_LAYER),
     "symbiosis/executor/calls/price.py PRICES": (PRICES, ANSWERED),
-    "symbiosis/executor/calls/cells.py GRIDS": (GRIDS, NOT_BY_ROWS),
     "symbiosis/executor/calls/cell_ops.py Ops.makes": (CellOps(STORE, lambda tensor: tensor).makes, NOT_BY_ROWS),
     "symbiosis/client/direct/mapped.py ANSWERS": (ANSWERS, OF_A_LAYER - {Op.FORWARD, Op.DGRAD}),
     "tests/frames.py Calls.by_op": (Calls(STORE.manifest, 0).by_op, set(Op)),
-    "tests/process/test_price_memory.py heavy_calls": ({call.op for call in heavy_calls()}, ANSWERED),
+    "tests/frames.py heavy_calls": ({call.op for call in heavy_calls()}, ANSWERED),
 }
 
 

@@ -7,111 +7,33 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
 
 from symbiosis.base.keystream import keystream
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.call_kinds import HostCall
 from symbiosis.executor.calls import cell_ops, price
 from symbiosis.executor.calls.call_plan import CallPlan, make_plan
-from symbiosis.executor.calls.cells import GRAINS, boxes, grid_of
+from symbiosis.executor.calls.cells import GRAINS, boxes
+from symbiosis.executor.calls.price import grid_of
 from symbiosis.executor.calls.validation import must_be_finite
 from symbiosis.executor.compute import slices
 from symbiosis.executor.compute.batch_runner import BatchRunner
-from symbiosis.executor.model.store import Store
 from symbiosis.executor.options import Options
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.costs import UNSEEN_S
 from symbiosis.executor.scheduling.cutting import ALONE_S, FEWEST, LONG, TURN_S
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
 from symbiosis.executor.scheduling.rules import IMMEDIATE, OPPORTUNISTIC
-from symbiosis.protocol import SEED_BYTES, Call, Layer, Op, View
+from symbiosis.protocol import Call, Layer, Op, View
 from symbiosis.transport.inproc import InprocPeer
 from symbiosis.transport.tensors import TORCH_DTYPE, check_ids
+from tests.frames import STACK, G, K, N, payload_of, wide_calls, wide_store
 
-K, N, G = 160, 1100, 5  # N: several panels, and what is left over
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(G, K, N))
-
-
-class EveryKind(nn.Module):
-    """Layers of each kind that are cut into several cells."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(K, N)
-        self.plain = nn.Linear(K, N + 200, bias=False)
-        self.conv = Conv1D(N, K)
-        self.embedding = nn.Embedding(700, K)
-        self.experts = Experts()
-        self.to(dtype)
-
-
-STORE = Store(EveryKind(), serve=["*"], integers=(8, 16))
+STORE = wide_store()
 NUMBER = {layer.name: number for number, layer in enumerate(STORE.manifest)}
 LINEAR, PLAIN, CONV, EXPERTS = NUMBER["linear"], NUMBER["plain"], NUMBER["conv"], NUMBER["experts.up"]
 OPTIONS = Options(allow_read=True, integers=(8, 16))
-WEIGHT = View((N, K), (K, 1), 0)
-EXPERT = View((K, N), (N, 1), 2 * K * N)
-STACK = View((G, K, N), (0, N, 1), 0)  # one expert, expanded
-
-rows = st.integers(1, 300)
-
-
-@st.composite
-def calls(draw: st.DrawFn, few: st.SearchStrategy[int] = rows) -> Call:
-    """A valid call of any op."""
-    T, dtype = draw(few), draw(st.sampled_from(("float32", "float64", "bfloat16", "float16")))
-    return draw(
-        st.sampled_from(
-            (
-                Call(Op.FORWARD, LINEAR, dtype, (T, K), bias=True),
-                Call(Op.FORWARD, LINEAR, dtype, (T, K), bias=True, also=(CONV,)),
-                Call(Op.FORWARD, LINEAR, dtype, (T, K), also=(PLAIN, CONV)),
-                Call(Op.DGRAD, LINEAR, dtype, (T, 2 * N), also=(CONV,)),
-                Call(Op.FORWARD, PLAIN, "int32", (T, K)),
-                Call(Op.FORWARD, LINEAR, "int64", (T, K), also=(CONV,), seeded=True),
-                Call(Op.DGRAD, LINEAR, "int64", (T, 2 * N), also=(CONV,), seeded=True),
-                Call(Op.PRODUCT, LINEAR, dtype, (T, N), view=WEIGHT),
-                Call(Op.PRODUCT, EXPERTS, dtype, (T, K), view=EXPERT),
-                Call(Op.PRODUCT, EXPERTS, dtype, (G, T, K), view=View((G, K, N), (K * N, N, 1), 0)),
-                Call(Op.PRODUCT, EXPERTS, dtype, (G, T, K), view=STACK),
-                Call(Op.LEFT, LINEAR, dtype, (K, T), view=WEIGHT),
-                Call(Op.LEFT, EXPERTS, dtype, (G, N, T)),
-                Call(Op.PRODUCT, EXPERTS, dtype, (G, T, K), view=STACK, columns=True),
-                Call(Op.LEFT, EXPERTS, dtype, (G, N, T), columns=True),
-                Call(Op.GROUPED, EXPERTS, "float32", (T, K), groups=G),
-                Call(Op.LOOKUP, NUMBER["embedding"], dtype, (T,)),
-                Call(Op.NORMS, LINEAR, "float32"),
-                Call(Op.NORMS, CONV, "float64"),
-                Call(Op.READ, EXPERTS, dtype),
-                Call(Op.READ, LINEAR, dtype, view=View((2, N, 80), (80, K, 1), 0)),
-                Call(Op.ECHO, 0, dtype, (T, 7, 3)),
-            )
-        )
-    )
-
-
-def payload_of(call: Call) -> tuple[Tensor, ...]:
-    torch.manual_seed(1)
-    if call.op is Op.LOOKUP:
-        return (torch.randint(0, 700, call.shape),)
-    if call.seeded:
-        return (torch.arange(SEED_BYTES, dtype=torch.uint8),)
-    if call.op in (Op.READ, Op.NORMS):
-        return ()
-    values = torch.randn(call.payload_shape) if call.dtype[:3] != "int" else torch.randint(-(2**30), 2**30, call.shape)
-    x = values.to(TORCH_DTYPE[call.dtype])
-    if call.op is not Op.GROUPED:
-        return (x,)
-    ends = torch.randint(0, call.rows + 1, (call.groups,)).sort().values
-    return x, ends.to(torch.int32)
 
 
 @cache
@@ -140,7 +62,7 @@ def computed(call: Call, cuts: list[float], grain: int = 0) -> Tensor:
 
 
 @settings(max_examples=60, deadline=None)
-@given(calls(), st.lists(st.floats(0, 1), max_size=6), st.integers(0, len(GRAINS) - 1))
+@given(wide_calls(), st.lists(st.floats(0, 1), max_size=6), st.integers(0, len(GRAINS) - 1))
 def test_what_is_computed_in_turns_is_what_is_computed_at_once(call: Call, cuts: list[float], grain: int) -> None:
     whole, in_turns = computed(call, []), computed(call, cuts, grain)
     if call.dtype in ("int32", "int64") or call.op in (Op.READ, Op.ECHO, Op.LOOKUP):
@@ -220,7 +142,7 @@ def smallest_cell_s(plan: CallPlan, call: Call, pace: float) -> float:
 
 
 @settings(max_examples=40, deadline=None)
-@given(calls(st.integers(1, 500)), st.floats(1e-10, 1e-8))
+@given(wide_calls(st.integers(1, 500)), st.floats(1e-10, 1e-8))
 def test_a_turn_is_short_while_another_tenant_calls(call: Call, pace: float) -> None:
     """Whatever the call is: each turn takes about as long as it may, but for what a single cell takes."""
     plan = make_plan(call, STORE, OPTIONS)
@@ -266,7 +188,7 @@ def test_a_turn_is_short_while_another_tenant_calls(call: Call, pace: float) -> 
 
 
 @settings(max_examples=60, deadline=None)
-@given(calls(st.integers(1, 500)), st.floats(1e-11, UNSEEN_S), st.floats(1e-11, 1e-9))
+@given(wide_calls(st.integers(1, 500)), st.floats(1e-11, UNSEEN_S), st.floats(1e-11, 1e-9))
 def test_the_first_turn_is_short_though_nothing_of_its_kind_has_run(call: Call, pace: float, usual: float) -> None:
     """Whatever other calls have cost. What is learned of this one then makes the next ones longer, by and by."""
     plan = make_plan(call, STORE, OPTIONS)

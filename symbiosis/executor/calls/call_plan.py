@@ -5,8 +5,9 @@ from math import prod
 
 import msgspec
 
-from symbiosis.executor.calls.cells import GRAINS, Grid, grid_of
-from symbiosis.executor.calls.price import price_of
+from symbiosis.executor.calls.cell_ops import JOINED
+from symbiosis.executor.calls.cells import GRAINS, Grid
+from symbiosis.executor.calls.price import grid_of, price_of
 from symbiosis.executor.calls.validation import check_call, must_be_finite
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.options import Options
@@ -67,7 +68,7 @@ def make_plan(call: Call, store: Store, options: Options) -> CallPlan:
         shape=shape,
         held=price.held,
         parts=tuple((call.shape[0], width(store.manifest[layer])) for layer in call.layers) if call.also else (),
-        joinable=call.by_rows or (call.op in (Op.GROUPED, Op.LOOKUP) and not store.on_gpu),
+        joinable=call.by_rows or (call.op in JOINED and not store.on_gpu),
         multiplications=price.multiplications,
         moved=call.nbytes + prod(shape) * ITEMSIZE[call.dtype],
         scratch=price.scratch,

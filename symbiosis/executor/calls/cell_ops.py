@@ -1,14 +1,15 @@
-"""Computes calls that do not go by rows: a box of their cells, or all of them."""
+"""Computes calls that do not go by rows: a box of their cells, all of them, or those of several calls at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from symbiosis.executor.calls.cells import GRAINS, Box, Grain, grid_of, part_of
+from symbiosis.executor.calls.cells import GRAINS, Box, Grain, part_of
+from symbiosis.executor.calls.price import grid_of
 from symbiosis.executor.model.store import Store
-from symbiosis.kernels.grouped import grouped
+from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.operand import norms
 from symbiosis.kernels.product import product
 from symbiosis.protocol import Call, Op
@@ -33,6 +34,14 @@ class CellOps:
             Op.READ: self._read,
             Op.ECHO: self._echo,
         }
+
+    def together(self, call: Call, payloads: Sequence[Payload], outs: Sequence[Tensor]) -> None:
+        """Compute several calls that differ in their payloads only."""
+        rows = [len(payload[0]) for payload in payloads]
+        x_TK = torch.cat([self._here(payload[0]) for payload in payloads])
+        y_TN = JOINED[call.op](self, call, x_TK, payloads)
+        for out, part_TN in zip(outs, y_TN.split(rows), strict=True):
+            out.copy_(part_TN)
 
     def whole(self, call: Call, payload: Payload, out: Tensor) -> None:
         if call.op is Op.ECHO:
@@ -81,6 +90,15 @@ class CellOps:
         check_ids(ids, self._store.manifest[call.layer])
         return box, self._store.matrix(call.layer, call.op, call.view)[self._here(ids)]
 
+    def _lookups(self, call: Call, ids: Tensor, payloads: Sequence[Payload]) -> Tensor:
+        check_ids(ids, self._store.manifest[call.layer])
+        return self._store.matrix(call.layer, call.op, call.view)[ids]
+
+    def _groups(self, call: Call, x_TK: Tensor, payloads: Sequence[Payload]) -> Tensor:
+        order, ends = map(self._here, merge([ends for _, ends in payloads], [len(rows) for rows, _ in payloads]))
+        sorted_TN = grouped(x_TK[order], self._operand(call, ...), ends)
+        return torch.empty_like(sorted_TN).index_copy_(0, order, sorted_TN)
+
     def _norms(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
         weight, kind = self._store.weights[call.layer], self._store.manifest[call.layer].kind
         return box, norms(weight, kind, TORCH_DTYPE[call.dtype], box[0])
@@ -90,3 +108,11 @@ class CellOps:
 
     def _echo(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
         return box, payload[0].reshape(-1)[box]
+
+
+JOINED: dict[
+    Op, Callable[[CellOps, Call, Tensor, Sequence[Payload]], Tensor]
+] = {  # ops of which several calls run together on a CPU
+    Op.LOOKUP: CellOps._lookups,
+    Op.GROUPED: CellOps._groups,
+}

@@ -1,10 +1,8 @@
-"""Cuts the work of a call: its result is a grid of cells, and a turn computes a run of them. Plain numbers, no torch."""
+"""Cuts the work of a call: its result is a grid of cells (`price.py`), and a turn computes a run of them. Plain numbers, no torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
-
-from symbiosis.protocol import Call, Op
 
 
 class Grain(NamedTuple):
@@ -21,14 +19,6 @@ SMALL = 2048  # values that are copied together
 
 Grid = tuple[int, ...]
 Box = tuple[slice, ...]
-
-
-def grid_of(call: Call, shape: Sequence[int], widths: Sequence[int], grain: Grain) -> Grid:
-    """Return the grid of a result of this `shape`. A call that goes by rows is cut into slices before, which leaves the columns of each
-    member, of these `widths`. Cells are ordered so that a run of them needs as little of a weight as possible."""
-    if call.by_rows:
-        return (sum(cells(width, grain.columns) for width in widths),)
-    return GRIDS[call.op](shape, grain)
 
 
 def leading(shape: Sequence[int], grain: Grain) -> Grid:
@@ -83,14 +73,3 @@ def part_of(side: slice, length: int, step: int) -> slice:
     slice(64, 150, None)
     """
     return slice(side.start * step, length if side.stop >= cells(length, step) else side.stop * step)
-
-
-GRIDS: dict[Op, Callable[[Sequence[int], Grain], Grid]] = {  # for calls that do not go by rows
-    Op.PRODUCT: lambda shape, grain: (*shape[:-2], cells(shape[-1], grain.columns), cells(shape[-2], grain.rows)),
-    Op.LEFT: lambda shape, grain: (*shape[:-2], cells(shape[-2], grain.rows), cells(shape[-1], grain.columns)),
-    Op.GROUPED: lambda shape, grain: (cells(shape[1], grain.columns), cells(shape[0], grain.rows)),
-    Op.LOOKUP: lambda shape, grain: (shape[0],),
-    Op.NORMS: lambda shape, grain: (shape[0],),
-    Op.READ: leading,
-    Op.ECHO: lambda shape, grain: (prod(shape),),  # values
-}

@@ -1,12 +1,14 @@
-"""Prices: the multiplications and the bytes that a call takes, known from its header alone."""
+"""Prices: the multiplications and the bytes that a call takes, and the cells that it can be cut into, known from its header alone."""
 
 from collections.abc import Callable, Sequence
 from math import ceil, prod
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
+from symbiosis.executor.calls.cells import Grain, Grid, cells, leading
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.options import Options
 from symbiosis.protocol import ITEMSIZE, WEIGHT_BITS, Call, Op
@@ -26,23 +28,31 @@ class Price(msgspec.Struct, frozen=True):
     turns: int
 
 
-def price_of(call: Call, shape: tuple[int, ...], cells: int, store: Store, options: Options) -> Price:
+def price_of(call: Call, shape: tuple[int, ...], most_turns: int, store: Store, options: Options) -> Price:
     """Return the price of a valid call whose reply has this shape, or raise `CallError` if it exceeds the limit of a call."""
-    multiplications, scratch_of = PRICES[call.op]
-    work = multiplications(call, prod(shape), store)
+    rules = PRICES[call.op]
+    work = rules.multiplications(call, prod(shape), store)
     if work > options.max_call_multiplications:
         raise CallError(
             Code.TOO_LARGE,
             f"a call may take {options.max_call_multiplications:.3g} multiplications, this one takes {work:.3g}: send fewer rows, "
             "or raise --max-call-multiplications",
         )
-    scratch = scratch_of(call, prod(shape), store, options)
+    scratch = rules.scratch(call, prod(shape), store, options)
     least = max(scratch / MOST_SCRATCH, 1 if call.by_rows else work / store.multiplications(options.max_batch_tokens))
-    turns = max(1, min(cells, ceil(least)))  # a call of no rows takes one turn, too
+    turns = max(1, min(most_turns, ceil(least)))  # a call of no rows takes one turn, too
     values = prod(call.shape) if call.op.traits.has_payload else 0
     rows = values * (8 if call.op is Op.LOOKUP else ITEMSIZE[call.dtype]) + 4 * call.groups
     held = rows + prod(shape) * ITEMSIZE[call.dtype]
     return Price(work, held, -(-scratch // turns), turns)
+
+
+def grid_of(call: Call, shape: Sequence[int], widths: Sequence[int], grain: Grain) -> Grid:
+    """Return the grid of a result of this `shape`. A call that goes by rows is cut into slices before, which leaves the columns of each
+    member, of these `widths`. Cells are ordered so that a run of them needs as little of a weight as possible."""
+    if call.by_rows:
+        return (sum(cells(width, grain.columns) for width in widths),)
+    return PRICES[call.op].grid(shape, grain)
 
 
 def _matrices(call: Call, store: Store) -> list[Sequence[int]]:
@@ -127,17 +137,41 @@ def _for_product(call: Call, reply: int, store: Store, options: Options) -> int:
     return matrices + taken * (2 * size + 1) + copies * made * size  # rows are aligned, and checked for infinities
 
 
-Multiplications = Callable[[Call, int, Store], int]
-Scratch = Callable[[Call, int, Store, Options], int]
-# Both count from the number of values in the reply. STATS is answered as an ECHO.
-PRICES: dict[Op, tuple[Multiplications, Scratch]] = {
-    Op.FORWARD: (_of_rows, _for_product),
-    Op.DGRAD: (_of_rows, _for_product),
-    Op.PRODUCT: (_of_rows, _for_product),
-    Op.LEFT: (_of_columns, _for_product),
-    Op.GROUPED: (_of_rows, _for_product),
-    Op.LOOKUP: (_moved, _rows_found),
-    Op.NORMS: (_every_weight, _cast_weight),
-    Op.READ: (_moved, _none),
-    Op.ECHO: (_moved, _none),
+# The cells of a call that does not go by rows, by the shape of its reply.
+
+
+def _by_panels(shape: Sequence[int], grain: Grain) -> Grid:
+    return (*shape[:-2], cells(shape[-1], grain.columns), cells(shape[-2], grain.rows))
+
+
+def _by_blocks(shape: Sequence[int], grain: Grain) -> Grid:
+    return (*shape[:-2], cells(shape[-2], grain.rows), cells(shape[-1], grain.columns))
+
+
+def _by_first(shape: Sequence[int], grain: Grain) -> Grid:
+    return (shape[0],)
+
+
+def _by_values(shape: Sequence[int], grain: Grain) -> Grid:
+    return (prod(shape),)
+
+
+class OpPrice(NamedTuple):
+    """How an op is priced and cut. Both prices count from the number of values in the reply."""
+
+    multiplications: Callable[[Call, int, Store], int]
+    scratch: Callable[[Call, int, Store, Options], int]
+    grid: Callable[[Sequence[int], Grain], Grid] = _by_panels  # of calls that do not go by rows
+
+
+PRICES: dict[Op, OpPrice] = {  # STATS is answered as an ECHO
+    Op.FORWARD: OpPrice(_of_rows, _for_product),
+    Op.DGRAD: OpPrice(_of_rows, _for_product),
+    Op.PRODUCT: OpPrice(_of_rows, _for_product, _by_panels),
+    Op.LEFT: OpPrice(_of_columns, _for_product, _by_blocks),
+    Op.GROUPED: OpPrice(_of_rows, _for_product, _by_panels),
+    Op.LOOKUP: OpPrice(_moved, _rows_found, _by_first),
+    Op.NORMS: OpPrice(_every_weight, _cast_weight, _by_first),
+    Op.READ: OpPrice(_moved, _none, leading),
+    Op.ECHO: OpPrice(_moved, _none, _by_values),
 }

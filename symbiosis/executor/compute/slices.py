@@ -18,10 +18,9 @@ from symbiosis.executor.calls.validation import check_finite, check_share
 from symbiosis.executor.compute.products import Products
 from symbiosis.executor.scheduling.queue import Batch, Slice
 from symbiosis.kernels.few_rows import FewRows
-from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.product import product
 from symbiosis.protocol import Call, Op
-from symbiosis.transport.tensors import TORCH_DTYPE, check_ids
+from symbiosis.transport.tensors import TORCH_DTYPE
 
 
 class Slices:
@@ -43,8 +42,11 @@ class Slices:
             if piece.item.work.finite:
                 self._check(piece)
         try:
-            if len(slices) > 1:
-                (self._rows_together if first.call.by_rows else self._together)(first.call, slices)
+            if len(slices) > 1 and first.call.by_rows:
+                self._rows_together(first.call, slices)
+            elif len(slices) > 1:
+                works = [piece.item.work for piece in slices]
+                self._ops.together(first.call, [work.payload for work in works], [work.out for work in works])
             elif first.call.by_rows:
                 self._rows_alone(first.call, slices[0])
             else:
@@ -130,24 +132,6 @@ class Slices:
             grown.append(self._here(_run(key, call, first, last).view(-1, width)))
             begun += rows * width
         return grown
-
-    def _together(self, call: Call, slices: list[Slice]) -> None:
-        """Compute several calls at once whose rows belong to groups of matrices, or that are lookups."""
-        works: list[SingleCall] = [piece.item.work for piece in slices]
-        rows = [len(work.payload[0]) for work in works]
-        x_TK = torch.cat([self._here(work.payload[0]) for work in works])
-        if call.op is Op.LOOKUP:
-            check_ids(x_TK, self._store.manifest[call.layer])
-            y_TN = self._store.matrix(call.layer, call.op, call.view)[x_TK]
-        elif call.op is Op.GROUPED:
-            order, ends = (t.to(self._device) for t in merge([work.payload[1] for work in works], rows))
-            operand = self._store.operand(call.layer, call.op, call.view, call.dtype)
-            sorted_TN = grouped(x_TK[order], operand, ends)
-            y_TN = torch.empty_like(sorted_TN).index_copy_(0, order, sorted_TN)
-        else:
-            raise NotImplementedError(f"calls of {call.op.name} join: say how in symbiosis/executor/compute/slices.py")
-        for work, part_TN in zip(works, y_TN.split(rows), strict=True):
-            work.out.copy_(part_TN)
 
     def _land(self, slices: list[Slice]) -> None:
         """Wait, once for all slices, until the copies between the host's memory and the GPU are done. None may land after the reply, even

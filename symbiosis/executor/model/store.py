@@ -207,9 +207,9 @@ class Store:
     def operand(self, layer: int, op: Op, view: View | None, dtype: str, part: tuple[Any, ...] = (...,)) -> Tensor:
         """Return `matrix`, or a part of it, cast to the dtype of the call as autocast would, for one product. For integers, return its
         digits."""
-        if dtype in WEIGHT_BITS and op in (Op.FORWARD, Op.DGRAD):
+        if dtype in WEIGHT_BITS and op.traits.of_whole_layers:
             digits_DKN = self._digits[layer, WEIGHT_BITS[dtype]]
-            return (digits_DKN if op is Op.FORWARD else digits_DKN.transpose(1, 2))[part]
+            return (digits_DKN if op.traits.by_transpose else digits_DKN.transpose(1, 2))[part]
         matrix, wanted = self.matrix(layer, op, view), TORCH_DTYPE[dtype]
         if part != (...,):
             matrix = matrix[part]
