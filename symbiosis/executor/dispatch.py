@@ -162,37 +162,32 @@ class Dispatch:
     def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> bool:
         session: ServedSession = peer.session
         try:
-            item = self._item(session, seq, call, payload)
+            if call.op is Op.STATS:
+                payload = (bytes_tensor(self._figures.told(session.heard)),)
+                call = replace(call, op=Op.ECHO, dtype="uint8", shape=tuple(payload[0].shape))
+            plan = self._plan(call)
+            if call.op is Op.GROUPED:  # ids of a LOOKUP may be very many: each turn checks its own
+                check_ends(call, payload[1])
+            if call.seeded:  # keep the seed as it is now: the client could change it
+                payload = (payload[0].clone(),)
+            out = peer.out(call, plan.shape)
+            if out is None:
+                out = empty(plan.shape, TORCH_DTYPE[call.dtype], self.device.type == "cuda")
+            finite = plan.finite and not payload[0].is_cuda  # checking would wait for the GPU
+            work = HostCall(peer, seq, call, payload, out, plan, finite)
         except Exception as error:  # whatever it is: the executor has other clients
             self._refuse(session, seq, call, call_error(error))
             return False
-        self._ledger.came(session, item.work.plan, item.work.plan.held)
-        self._batcher.add(item)
-        return True
-
-    def _item(self, session: ServedSession, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item:
-        peer = session.peer
-        if call.op is Op.STATS:
-            payload = (bytes_tensor(self._figures.told(session.heard)),)
-            call = replace(call, op=Op.ECHO, dtype="uint8", shape=tuple(payload[0].shape))
-        plan = self._plan(call)
-        if call.op is Op.GROUPED:  # ids of a LOOKUP may be very many: each turn checks its own
-            check_ends(call, payload[1])
-        if call.seeded:  # keep the seed as it is now: the client could change it
-            payload = (payload[0].clone(),)
-        out = peer.out(call, plan.shape)
-        if out is None:
-            out = empty(plan.shape, TORCH_DTYPE[call.dtype], self.device.type == "cuda")
         priority = call.priority if session.priority is None else session.priority
         if priority == Priority.DECODE and call.op.traits.activations and not session.observer:
             self._makes_tokens(session, session.heard)
-        finite = plan.finite and not payload[0].is_cuda  # checking would wait for the GPU
-        work = HostCall(peer, seq, call, payload, out, plan, finite)
+        self._ledger.came(session, plan, plan.held)
         key = ("observer", plan.key) if session.observer else plan.key
-        return Item(
+        self._batcher.add(Item(
             session.number, key, plan.rows, priority, session.heard, work, call.by_rows, plan.joinable,
             price=plan.multiplications, grains=plan.grains, kind=plan.kind, turns=plan.turns,
-        )  # fmt: skip
+        ))  # fmt: skip
+        return True
 
     def _refuse(self, session: ServedSession, seq: int, call: Call, error: CallError) -> None:
         if error.code is not Code.GROW:

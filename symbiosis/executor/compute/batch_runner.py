@@ -85,7 +85,7 @@ class BatchRunner:
         if self.gpu.stream:
             self.gpu.let_pass()
         try:
-            if batch.is_cut:
+            if batch.cells > 1 and batch.share < 1:
                 self.slices.compute_turn(batch)
             else:
                 self.slices.compute(batch.slices)

@@ -38,18 +38,13 @@ class Slices:
     def compute(self, slices: list[Slice]) -> None:
         """Compute all rows of the slices by one product."""
         first: SingleCall = slices[0].item.work
-        for piece in slices:
-            if piece.item.work.finite:
-                self._check(piece)
         try:
-            if len(slices) > 1 and first.call.by_rows:
-                self._rows_together(first.call, slices)
-            elif len(slices) > 1:
-                works = [piece.item.work for piece in slices]
-                self._ops.together(first.call, [work.payload for work in works], [work.out for work in works])
+            if len(slices) > 1:
+                self._joined(first.call, slices)
             elif first.call.by_rows:
-                self._rows_alone(first.call, slices[0])
+                self._rows_alone(first, slices[0])
             else:
+                self._check(first, slice(None))
                 self._ops.whole(first.call, first.payload, first.out)
         finally:
             if self._on_gpu:
@@ -76,11 +71,9 @@ class Slices:
         if self._on_gpu:
             self._land(batch.slices)
 
-    def _check(self, piece: Slice) -> None:
-        """Note the error of a call with rows that are not finite. In a joined product they do other calls no harm."""
-        work: SingleCall = piece.item.work
-        if work.error is None:
-            rows = slice(piece.start, piece.stop) if work.call.by_rows else slice(None)
+    def _check(self, work: SingleCall, rows: slice) -> None:
+        """Note the error of a call with rows that are not finite."""
+        if work.finite and work.error is None:
             try:
                 check_finite(work.call, work.payload, rows, self._store)
             except CallError as error:
@@ -91,18 +84,31 @@ class Slices:
         if batch.first:
             return
         begun = perf_counter()
-        if work.finite:
-            self._check(batch.slices[0])
+        piece = batch.slices[0]
+        self._check(work, slice(piece.start, piece.stop))
         batch.inputs = self._products.prepared(work.call, self._inputs(batch.slices[0]))
         batch.prepared_s = perf_counter() - begun
 
-    def _rows_alone(self, call: Call, piece: Slice) -> None:
-        """Multiply one slice, straight from the session's memory into the session's memory if that is on the device."""
-        x, out = self._inputs(piece), _outputs(piece)
-        if out[0].device == self._device:
-            self._products.multiply(call, x, out)
+    def _joined(self, call: Call, slices: list[Slice]) -> None:
+        """Compute slices of several calls. Rows of one that are not finite do the others no harm."""
+        for piece in slices:
+            self._check(piece.item.work, slice(piece.start, piece.stop) if call.by_rows else slice(None))
+        if call.by_rows:
+            self._rows_together(call, slices)
         else:
-            y = self._products.multiply(call, x)
+            works = [piece.item.work for piece in slices]
+            self._ops.together(call, [work.payload for work in works], [work.out for work in works])
+
+    def _rows_alone(self, work: SingleCall, piece: Slice) -> None:
+        """Multiply one slice, straight from the session's memory into the session's memory if that is on the device."""
+        rows = slice(piece.start, piece.stop)
+        if work.finite and work.error is None:
+            check_finite(work.call, work.payload, rows, self._store)
+        x, out = self._inputs(piece), [part[rows] for part in work.outputs]
+        if out[0].device == self._device:
+            self._products.multiply(work.call, x, out)
+        else:
+            y = self._products.multiply(work.call, x)
             for out_TN, y_TN in zip(out, y, strict=True):
                 out_TN.copy_(y_TN, non_blocking=True)
 

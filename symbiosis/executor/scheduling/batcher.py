@@ -107,7 +107,9 @@ class Batcher:
         queues, behind = self.waiting.ready(now)
         if not queues and not self._begun:
             return None
-        begun = [batch.slices[0].item for batch in self._begun] if self._begun else []
+        if len(queues) == 1 and len(queues[0]) == 1 and not self._begun:  # as it is mostly
+            return self._cutting.take(queues[0][0], now)
+        begun = [batch.slices[0].item for batch in self._begun]
         item = self._ranking.first(queues, begun, behind, now)
         if item not in begun:
             return self._cutting.take(item, now)

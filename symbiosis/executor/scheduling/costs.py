@@ -14,6 +14,8 @@ WORTH_LEARNING = 1 << 20  # multiplications of the smallest product to learn fro
 TIMED_S = 2e-4  # a turn that takes so long says what its multiplications cost, however few they are
 ROUND_WORTH = 0.5  # the part of a round's time, its client's own share included, that one round less would save
 FEW_ROWS = 64  # with fewer, each row costs more
+# By the number of rows, as far as it counts: its class, within which a multiplication costs about the same (1, 2, 3, 3 and so on, to 7).
+SIZES = tuple(rows.bit_length() for rows in range(FEW_ROWS + 1))
 
 
 class Costs:
@@ -37,7 +39,7 @@ class Costs:
     def measured(self, kinds: Mapping[Hashable, float], rows: int) -> None:
         """Begin with what a multiplication of these kinds was measured to take, in products of so many rows."""
         for kind, seconds in kinds.items():
-            self._learn_kind(kind, _size(rows), seconds)
+            self._learn_kind(kind, SIZES[min(rows, FEW_ROWS)], seconds)
 
     def saved(self, key: Hashable, contention: float) -> float:
         """Return what one product less would save."""
@@ -66,7 +68,10 @@ class Costs:
     def of_turn(self, batch: Batch) -> float:
         """Return how long this turn of a batch will take, as far as is known, without the fixed cost of a product of few rows."""
         divisible = batch.slices[0].item.divisible
-        known = self._of_key.get((batch.key, _size(batch.rows if divisible else FEW_ROWS)), 0.0) * batch.price
+        known = (
+            self._of_key.get((batch.key, SIZES[min(batch.rows, FEW_ROWS) if divisible else FEW_ROWS]), 0.0)
+            * batch.price
+        )
         return (known or self._row.get(batch.key, 0.0) * batch.rows) * batch.share
 
     def of_preparing(self, item: Item) -> float:
@@ -84,15 +89,15 @@ class Costs:
     def learn_turn(self, batch: Batch, seconds: float) -> None:
         """Learn from one turn of a batch, unless it was too short, or a product of few rows at once."""
         item = batch.slices[0].item
-        if item.kind is None or (item.divisible and batch.rows < FEW_ROWS and not batch.is_cut):
+        if item.kind is None or (item.divisible and batch.rows < FEW_ROWS and batch.share == 1):
             return
         price = batch.price * batch.share
-        if price < WORTH_LEARNING and not (batch.is_cut and price and seconds > TIMED_S):
+        if price < WORTH_LEARNING and not (batch.share < 1 and price and seconds > TIMED_S):
             return
         if batch.prepared_s and not batch.first:
             seconds -= batch.prepared_s
             observe(self._prepared, batch.key, batch.prepared_s / batch.rows)
-        size = _size(batch.rows if item.divisible else FEW_ROWS)
+        size = SIZES[min(batch.rows, FEW_ROWS) if item.divisible else FEW_ROWS]
         known = self._learn_kind(item.kind, size, seconds / price)
         observe(self._of_key, (item.key, size), seconds / price, known)
 
@@ -111,11 +116,11 @@ class Costs:
     def _of_multiplication(self, item: Item, rows: int, unknown: float) -> float:
         """Return the cost of one multiplication among so many rows: what is known of the call's key, of its kind, or no less than what is known
         of its kind with other numbers of rows. With more, a multiplication costs less; with fewer, more."""
-        size = _size(rows)
+        size = SIZES[min(rows, FEW_ROWS)]
         if known := self._of_key.get((item.key, size)) or self._of_kind.get((item.kind, size)):
             return known
         fewer = (self._of_kind.get((item.kind, other), 0.0) for other in range(size - 1, 0, -1))
-        more = (self._of_kind.get((item.kind, other), 0.0) for other in range(size + 1, _size(FEW_ROWS) + 1))
+        more = (self._of_kind.get((item.kind, other), 0.0) for other in range(size + 1, SIZES[FEW_ROWS] + 1))
         return (
             next(filter(None, fewer), 0.0) or next(filter(None, more), 0.0) * (rows + READING) / max(1, rows) or unknown
         )
@@ -123,15 +128,6 @@ class Costs:
     def _learn_kind(self, kind: Hashable, size: int, seconds: float) -> float:
         """Learn what a multiplication of a kind takes. Return what one costs now."""
         known = observe(self._of_kind, (kind, size), seconds)
-        if size >= _size(READING):
+        if size >= SIZES[READING]:
             (self.slow.add if known > SLOW_S else self.slow.discard)(kind)
         return known
-
-
-def _size(rows: int) -> int:
-    """Return the class of a number of rows, within which a multiplication costs about the same.
-
-    >>> [_size(rows) for rows in (1, 4, 7, 8, 64, 4096)]
-    [1, 3, 3, 4, 7, 7]
-    """
-    return min(rows, FEW_ROWS).bit_length()

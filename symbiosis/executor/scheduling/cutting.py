@@ -37,12 +37,13 @@ class Cutting:
         """Return a batch of `head` and the calls of its queue that may join it. Its first turn is the whole batch if others can wait
         for that."""
         queue = self._queues[head.key]
-        by_itself = len(queue) == 1 and head.turns == 1 and head.rows <= self._rules.max_rows
-        if by_itself and self._costs.at_most(head, head.rows) <= TURN_S:  # as most calls are
-            del self._queues[head.key]
-            piece, head.start = Slice(head, head.start, head.rows), head.rows
-            self._callers.served([self._callers.sessions[head.session]], now)
-            return Batch(head.key, [piece], now)
+        if len(queue) == 1 and head.turns == 1 and head.rows <= self._rules.max_rows:  # as most calls are
+            rhythm = self._callers.sessions[head.session]
+            if self._costs.at_most(head, head.rows) <= self._turn_s(head, {rhythm.tenant}, head.arrived):
+                del self._queues[head.key]
+                piece, head.start = Slice(head, head.start, head.rows), head.rows
+                self._callers.served([rhythm], now)
+                return Batch(head.key, [piece], now)
         most = TOGETHER if len(queue) > 1 and self._callers.other_tenants_call(head) else len(queue)
         most_rows = self._most_rows(head, queue)
         alone = len(queue) == 1 and (queue.rows <= most_rows or not head.divisible)
@@ -130,8 +131,6 @@ class Cutting:
         seconds = self._costs.at_most(head, queue.rows if head.divisible else head.rows)
         if not head.divisible:
             seconds *= queue.rows / head.rows
-        if seconds <= _bounds(head)[0]:
-            return most
         own = {self._callers[item].tenant for item in queue if item.whole or item is head}
         turn_s = self._turn_s(head, own, head.arrived)
         least, row_s = 1, seconds / queue.rows
@@ -170,15 +169,10 @@ class Cutting:
 
     def _turn_s(self, item: Item, own: set[TenantUse], since: float) -> float:
         """Return how long a turn may take: no longer than the shortest recent calls of the other tenants, within bounds."""
-        least_s, turn_s = _bounds(item)
+        # on a GPU, kernels differ by the number of rows: who is alone there is not cut
+        least_s, turn_s = (TURN_S, ALONE_S) if len(item.grains) > 1 else (SLICE_S, inf)
         for tenant in self._callers.others(own, since):
             turn_s = min(turn_s, tenant.brief)
             if turn_s <= least_s:
                 return least_s
         return turn_s
-
-
-def _bounds(item: Item) -> tuple[float, float]:
-    """Return how short a turn of a call need be, and how long it may be. On a GPU, kernels differ by the number of rows: who is alone there is not
-    cut."""
-    return (TURN_S, ALONE_S) if len(item.grains) > 1 else (SLICE_S, inf)

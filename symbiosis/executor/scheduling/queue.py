@@ -133,10 +133,6 @@ class Batch:
         return (self.last - self.first) / self.cells
 
     @property
-    def is_cut(self) -> bool:
-        return self.last - self.first < self.cells
-
-    @property
     def ends(self) -> bool:
         """Whether this turn is its last."""
         return self.last == self.cells

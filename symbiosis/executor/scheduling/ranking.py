@@ -33,7 +33,7 @@ class Ranking:
     def first(self, queues: Sequence[Queue], begun: Sequence[Item], behind: Behind, now: float) -> Item:
         """Return the call to run, of those in `queues` and those that have `begun`; of a queue that runs as a whole, the most
         urgent."""
-        if len(queues) == 1 and not begun and (len(queues[0]) == 1 or self.runs_whole(queues[0])):
+        if len(queues) == 1 and not begun and self.runs_whole(queues[0]):
             return queues[0][0]
         if len(queues) == 1 and not begun:
             items, behind = self._heads(queues[0]), {}  # all are at one place in the ring

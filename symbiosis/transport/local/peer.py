@@ -154,10 +154,7 @@ class LocalPeer:
     def look(self) -> bool:
         """Take a new call from the segment, if there is one. Return whether there was."""
         slab = self._slab
-        if slab is None:
-            return False
-        number = slab.memory[CALL_BELL_AT : CALL_BELL_AT + WORD.size]
-        if number == self._number:
+        if slab is None or (number := slab.memory[CALL_BELL_AT : CALL_BELL_AT + WORD.size]) == self._number:
             return False
         self._number = number
         self._take(slab)
