@@ -144,10 +144,8 @@ class Ledger:
         """Count the reply to a call of a batch, or to a whole round, which is in flight no more."""
         session: ServedSession | None = work.peer.session
         call = work.calls[0] if isinstance(work, Repeated) else work.call
-        if session is not None:
-            session.end(
-                0 if isinstance(work, Repeated) else work.plan.held
-            )  # a GPU's calls lie in the session's own memory
+        if session is not None:  # a GPU's calls lie in the session's own memory
+            session.end(0 if isinstance(work, Repeated) else work.plan.held)
             session.heard = monotonic()
         if session is None or not session.observer:
             totals = self.totals[call.layer, call.op]
