@@ -22,8 +22,8 @@ class Costs:
     """The cost, for each key, of a product, and of a row among many; and of a multiplication, for each key and each kind.
 
     >>> costs = Costs()
-    >>> costs.learn_product("layer", rows=100, seconds=1e-3), costs.of_row(Item(1, "layer", 8, 0, 0.0))
-    (0.001, 1e-05)
+    >>> costs.learn_product("layer", rows=100, seconds=1e-3), costs.of_call(Item(1, "layer", 92, 0, 0.0))
+    (0.001, 0.001)
     """
 
     def __init__(self) -> None:
@@ -45,10 +45,6 @@ class Costs:
         """Return what one product less would save."""
         return (ROUND_WORTH if key in self.rounds else contention) * self.product.get(key, 0.0)
 
-    def of_row(self, item: Item) -> float:
-        """Return the cost of one row among many, guessed if nothing is known of its key or kind."""
-        return self._row.get(item.key) or self._of_multiplication(item, FEW_ROWS, self._usual) * item.price / item.rows
-
     def at_most(self, item: Item, rows: int) -> float:
         """Return how long so many rows of a call will take if that is known, else what they hardly exceed."""
         if not item.divisible:
@@ -63,15 +59,13 @@ class Costs:
             return self._of_multiplication(item, FEW_ROWS, self._usual) * item.price
         if item.rows < FEW_ROWS and item.key in self.product:
             return self.product[item.key]
-        return (self._row.get(item.key) or self.of_row(item)) * (item.rows + READING)
+        row_s = self._row.get(item.key) or self._of_multiplication(item, FEW_ROWS, self._usual) * item.price / item.rows
+        return row_s * (item.rows + READING)
 
     def of_turn(self, batch: Batch) -> float:
         """Return how long this turn of a batch will take, as far as is known, without the fixed cost of a product of few rows."""
-        divisible = batch.slices[0].item.divisible
-        known = (
-            self._of_key.get((batch.key, SIZES[min(batch.rows, FEW_ROWS) if divisible else FEW_ROWS]), 0.0)
-            * batch.price
-        )
+        size = SIZES[min(batch.rows, FEW_ROWS) if batch.slices[0].item.divisible else FEW_ROWS]
+        known = self._of_key.get((batch.key, size), 0.0) * batch.price
         return (known or self._row.get(batch.key, 0.0) * batch.rows) * batch.share
 
     def of_preparing(self, item: Item) -> float:
