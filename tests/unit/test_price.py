@@ -28,7 +28,7 @@ from symbiosis.executor.scheduling.rules import IMMEDIATE, OPPORTUNISTIC
 from symbiosis.protocol import Call, Layer, Op, View
 from symbiosis.transport.inproc import InprocPeer
 from symbiosis.transport.tensors import TORCH_DTYPE, check_ids
-from tests.frames import STACK, G, K, N, payload_of, wide_calls, wide_store
+from tests.frames import EXPERT, STACK, WEIGHT, G, K, N, payload_of, wide_calls, wide_store
 
 STORE = wide_store()
 NUMBER = {layer.name: number for number, layer in enumerate(STORE.manifest)}

@@ -4,12 +4,12 @@ from math import inf, isclose
 
 import pytest
 
-from symbiosis.executor.scheduling.arrival_model import ArrivalModel, Due, Habits, smooth
+from symbiosis.executor.scheduling.arrival_model import ArrivalModel, Due, Habits, observe
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.callers import ALONE_S, CREDIT_S
-from symbiosis.executor.scheduling.costs import UNSEEN_ROW_S, UNSEEN_S, USUAL_S, Costs
+from symbiosis.executor.scheduling.costs import READING, UNSEEN_ROW_S, UNSEEN_S, USUAL_S, Costs
 from symbiosis.executor.scheduling.cutting import TOGETHER, TURN_S
-from symbiosis.executor.scheduling.queue import Batch, Item, Queue, Queues, Slice
+from symbiosis.executor.scheduling.queue import Batch, Item, Queues, Slice
 from symbiosis.executor.scheduling.ranking import AGING_S, SLACK_S
 from symbiosis.executor.scheduling.rules import IMMEDIATE, JOIN_BELOW, LOCKSTEP, OPPORTUNISTIC, Policy, Rules
 from symbiosis.executor.scheduling.tenant_use import ACTIVE_S, TenantUse
@@ -44,9 +44,10 @@ def run(batcher: Batcher, now: float, seconds: float = 0.0, ends: float | None =
 
 
 def test_a_queue_counts_its_rows_and_what_stands_apart() -> None:
-    queue, first, large, last = Queue(), item(rows=5), item(rows=300, whole=False), item(rows=7)
+    queues, first, large, last = Queues(), item(rows=5), item(rows=300, whole=False), item(rows=7)
     for each in (first, large, last):
-        queue.put(each)
+        queues.put(each)
+    queue = queues["a"]
     assert (queue.rows, queue.apart) == (312, 1)
     queue.cut(large, 100)
     assert (queue.rows, queue.apart, large.start, large.left) == (212, 1, 100, 200)
@@ -75,21 +76,14 @@ def test_no_queue_is_empty() -> None:
 
 def test_a_batch_says_what_of_it_runs() -> None:
     batch = Batch("a", [Slice(item(rows=10, price=500), 2, 6), Slice(item(rows=4, price=8), 0, 4)], 0.0, 10, 2, 5)
-    assert (batch.rows, batch.price, batch.share, batch.is_cut, batch.ends) == (8, 208.0, 0.3, True, False)
+    assert (batch.rows, batch.price, batch.share, batch.ends) == (8, 208.0, 0.3, False)
     batch.first, batch.last = 5, 10
-    assert (batch.share, batch.is_cut, batch.ends) == (0.5, True, True)
+    assert (batch.share, batch.ends) == (0.5, True)
     assert [piece.last for piece in batch.slices] == [False, True]
     batch.ran()
     assert [(piece.item.ran, piece.item.finished) for piece in batch.slices] == [(4, False), (4, True)]
     whole = Batch("a", [Slice(item(), 0, 1)], 0.0)
-    assert (whole.cells, whole.share, whole.is_cut, whole.ends, whole.seconds, whole.prepared_s) == (
-        1,
-        1.0,
-        False,
-        True,
-        0,
-        0,
-    )
+    assert (whole.cells, whole.share, whole.ends, whole.seconds, whole.prepared_s) == (1, 1.0, True, 0, 0)
 
 
 # ---------------------------------------------------------------- what is counted
@@ -126,8 +120,8 @@ def test_a_session_is_alone_only_once_it_was_for_a_while() -> None:
     batcher.went("a", [(1, 1000.0, 2), (2, 1000.0, 6)], 1000.0, 0.8, 1001.0)
     assert not batcher.alone(1, 1002.0), "others were there"
     used = {number: batcher.callers.sessions[number] for number in (1, 2)}
-    assert [used[number].used for number in (1, 2)] == pytest.approx([0.2, 0.6]) and batcher.costs.of_product(
-        "a"
+    assert [used[number].used for number in (1, 2)] == pytest.approx([0.2, 0.6]) and batcher.costs.product.get(
+        "a", 0.0
     ) == 0.8
     assert all((each.last_key, each.replied, each.served) == ("a", 1001.0, 1000.0) for each in used.values())
     batcher.add(item(2, arrived=1003.0))
@@ -195,23 +189,25 @@ def test_an_item_of_several_calls_is_a_round() -> None:
     assert batcher.waiting.budget("other") == 0.01
     batcher.took("round", 4.0)
     batcher.took("round", 8.0)
-    assert batcher.costs.of_product("round") == 5.0 and batcher.costs.saved("round", 9.0) == 2.5
-    assert batcher.costs.learn_product("round", 100, 7.0) == 5.0 == batcher.costs.of_product("round")
+    assert batcher.costs.product.get("round", 0.0) == 5.0 and batcher.costs.saved("round", 9.0) == 2.5
+    assert batcher.costs.learn_product("round", 100, 7.0) == 5.0 == batcher.costs.product.get("round", 0.0)
 
 
 def test_the_shortest_call_of_late_is_remembered() -> None:
-    use = TenantUse()
+    batcher = joined(OPPORTUNISTIC, "x")
+    rhythm = batcher.callers.sessions[1]
+    use = rhythm.tenant
     for seconds, now, brief, at in (
         (5.0, 0.0, 5.0, 0.0),
         (6.0, 1.0, 5.0, 0.0),
         (5.0, 1.0, 5.0, 1.0),
         (4.0, 1.5, 4.0, 1.5),
     ):
-        use.expects(seconds, now)
+        batcher.callers.calls(rhythm, now, seconds)
         assert (use.brief, use.brief_at) == (brief, at)
-    use.expects(9.0, 1.5 + ACTIVE_S)
+    batcher.callers.calls(rhythm, 1.5 + ACTIVE_S, 9.0)
     assert use.brief == 4.0
-    use.expects(9.0, 1.6 + ACTIVE_S)
+    batcher.callers.calls(rhythm, 1.6 + ACTIVE_S, 9.0)
     assert (use.brief, use.brief_at) == (9.0, 1.6 + ACTIVE_S)
 
 
@@ -252,24 +248,28 @@ def test_a_rhythm_is_learned_from_calls() -> None:
     assert rhythm.due(9.0) == pytest.approx(Due(9.0 + 0.5 + 0.6, 9.0 + 0.5 + 0.6 + 0.3)), (
         "while it waits: its next but one"
     )
-    assert rhythm.ring() == {"a": 0, "b": 1} and smooth(None, 3.0) == 3.0 and smooth(4.0, 8.0) == 5.0
+    assert rhythm.ring() == {"a": 0, "b": 1} and observe({}, "a", 3.0) == 3.0 and observe({"a": 4.0}, "a", 8.0) == 5.0
 
 
 def test_costs_are_learned_from_products() -> None:
     costs, call = Costs(), item(rows=100, price=200, kind="k", grains=((64, 9), (8, 90)))
-    assert costs.of_product("a") == 0.0 and costs.of_row(call) == pytest.approx(2 * USUAL_S)
-    assert costs.row_at_most(call, 100) == pytest.approx(2 * UNSEEN_S) and costs.at_most(call, 10) == pytest.approx(
+    assert costs.product.get("a", 0.0) == 0.0 and costs.of_call(call) == pytest.approx(2 * USUAL_S * (100 + READING))
+    assert costs.at_most(call, 100) == pytest.approx(200 * UNSEEN_S) and costs.at_most(call, 10) == pytest.approx(
         20 * UNSEEN_S
     )
-    assert costs.row_at_most(item(rows=100, price=200), 100) == pytest.approx(2 * UNSEEN_ROW_S)
-    assert costs.of_rows(call, 10) == pytest.approx(2 * USUAL_S * (10 + 8)), "reading the matrix is as eight rows"
+    assert costs.at_most(item(rows=100, price=200), 100) == pytest.approx(200 * UNSEEN_ROW_S)
+    assert READING == 8, "reading the matrix is as eight rows"
     read = item(rows=100, price=200, divisible=False)
-    assert costs.of_rows(read, 1) == pytest.approx(200 * USUAL_S) and costs.at_most(read, 1) == pytest.approx(
+    assert costs.of_call(read) == pytest.approx(200 * USUAL_S) and costs.at_most(read, 1) == pytest.approx(
         200 * UNSEEN_S
     )
-    assert costs.learn_product("a", 63, 3.0) == 3.0 and costs.of_row(call) == pytest.approx(2 * USUAL_S), "of few rows"
-    assert costs.learn_product("a", 64, 7.0) == 4.0 and costs.of_row(call) == 7.0 / 64
-    assert costs.of_rows(call, 63) == 4.0 and costs.of_rows(call, 64) == pytest.approx(7.0 / 64 * 72)
+    assert costs.learn_product("a", 63, 3.0) == 3.0 and costs.of_call(call) == pytest.approx(2 * USUAL_S * 108), (
+        "of few rows"
+    )
+    assert costs.learn_product("a", 64, 7.0) == 4.0 and costs.of_call(call) == pytest.approx(7.0 / 64 * 108)
+    assert costs.of_call(item(rows=63, price=126)) == 4.0 and costs.of_call(item(rows=64)) == pytest.approx(
+        7.0 / 64 * 72
+    )
     assert costs.saved("a", 2.0) == 8.0
 
 
@@ -277,13 +277,11 @@ def test_multiplications_cost_what_those_of_their_kind_did() -> None:
     call = item(rows=100, price=100, kind="k", grains=((64, 9), (8, 90)))
     costs = Costs()
     costs.measured({"k": 3e-9}, 8)
-    assert (
-        costs.row_at_most(call, 8) == costs.row_at_most(call, 15) == costs.row_at_most(call, 999) == pytest.approx(3e-9)
-    )
-    assert costs.row_at_most(call, 7) == pytest.approx(3e-9 * 15 / 7), "with fewer, a multiplication costs more"
+    assert [costs.at_most(call, rows) / rows for rows in (8, 15, 999)] == pytest.approx([3e-9] * 3)
+    assert costs.at_most(call, 7) == pytest.approx(3e-9 * 15), "with fewer, a multiplication costs more"
     assert "k" in costs.slow
     costs.measured({"k": 1e-10}, 64)
-    assert costs.row_at_most(call, 64) == pytest.approx(1e-10) and costs.row_at_most(call, 63) == pytest.approx(3e-9)
+    assert costs.at_most(call, 64) == pytest.approx(64e-10) and costs.at_most(call, 63) == pytest.approx(63 * 3e-9)
     assert "k" not in costs.slow
     costs.measured({"k": 9e-9}, 7)
     assert "k" not in costs.slow, "of fewer rows than reading the matrix takes"
@@ -306,7 +304,7 @@ def test_long_turns_say_what_a_multiplication_costs(
     costs, call = Costs(), item(rows=rows, price=price, kind="k", grains=((64, 10), (8, 90)))
     batch = Batch("a", [Slice(call, 0, rows)], 0.0, 10, 0, last)
     costs.learn_turn(batch, seconds)
-    assert costs.row_at_most(call, rows) == pytest.approx((learned or UNSEEN_S) * price / rows)
+    assert costs.at_most(call, rows) == pytest.approx((learned or UNSEEN_S) * price)
     assert costs.of_turn(batch) == pytest.approx((learned or 0.0) * price * last / 10)
 
 
@@ -320,14 +318,18 @@ def test_preparing_is_counted_apart() -> None:
     assert costs.of_preparing(call) == 0.32 / 64 and costs.of_turn(batch) == pytest.approx(0.5), "in the first turn"
     batch.first, batch.seconds = 0, 4.0
     costs.learn(batch)
-    assert costs.of_product("a") == 4.0 and costs.of_row(item(rows=1, price=1, key="b")) > USUAL_S
+    assert (
+        costs.product.get("a", 0.0) == 4.0 and costs.of_call(item(rows=1, price=1, key="b")) > (1 + READING) * USUAL_S
+    )
     small = Costs()
     small.learn(Batch("a", [Slice(item(rows=64, price=(1 << 20) - 1), 0, 64)], 0.0, seconds=9.0))
     small.learn(Batch("a", [Slice(item(rows=63, price=1 << 20), 0, 63)], 0.0, seconds=9.0))
-    assert small.of_row(item(rows=1, price=1, key="b")) == USUAL_S, "small products say nothing about others"
+    assert small.of_call(item(rows=1, price=1, key="b")) == (1 + READING) * USUAL_S, (
+        "small products say nothing about others"
+    )
     small.learn(Batch("c", [Slice(item(rows=2, price=1 << 20, divisible=False), 0, 2)], 0.0, seconds=9.0))
-    assert isclose(small.of_row(item(rows=1, price=1, key="b")), USUAL_S + (9.0 / (1 << 20) - USUAL_S) / 4)
-    assert small.of_row(item(rows=1, price=1, key="c")) > USUAL_S, "nor has it rows"
+    assert isclose(small.of_call(item(rows=1, price=1, key="b")), 9 * (USUAL_S + (9.0 / (1 << 20) - USUAL_S) / 4))
+    assert small.of_call(item(rows=64, price=64, key="c")) > (64 + READING) * USUAL_S, "nor has it rows"
 
 
 # ---------------------------------------------------------------- what runs, and how much
