@@ -163,14 +163,14 @@ class ExecutorLoop:
             self.contention.look()
             self.batcher.rules.contention = self.contention.now
         batch = self.batcher.next_batch(now)
-        self._more = batch is not None and not self.batcher.idle
         if batch is None:
-            return
-        if self.options.workers > 1 and self._leaves_time(batch):
+            self._more = False
+        elif self.options.workers > 1 and self._leaves_time(batch):
+            self._more = not self.batcher.idle
             self._compute_meanwhile(batch)
         else:
             self._ran(batch, self.engine.step(batch))
-            self._more = self._more or not self.batcher.idle
+            self._more = not self.batcher.idle
 
     def _leaves_time(self, batch: Batch) -> bool:
         """Whether to leave the loop to another worker while `batch` is computed. Not for a few rows: calls that arrive meanwhile should gather, because
