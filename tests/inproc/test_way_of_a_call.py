@@ -16,7 +16,7 @@ import symbiosis
 from symbiosis.executor.ledger import Ledger
 from tests.conftest import tiny_llama
 
-MOST = 137  # functions of ours in all, with those that the executor enters to book the call: a new one costs every call
+MOST = 96  # functions of ours in all, with those that the executor enters to book the call: a new one costs every call
 # By these a side goes to sleep, which on a slow machine, beside this recorder, it does in every call.
 ASLEEP = ("Reactor._sleep", "Reactor._tell_bells", "Reactor._asked", "LocalPeer.sleeping")
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
