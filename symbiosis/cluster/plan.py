@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,9 @@ def _misread(told: Any, kind: type[Plan | ModelPlan], place: str = "") -> Iterat
     for key, value in told.items():
         here = f"{place}.{key}".lstrip(".")[:150]
         if key not in fields:
-            yield f"{here}: there is no such key: there are {', '.join(fields)}"
+            meant = get_close_matches(str(key).replace("-", "_"), fields, 1, 0.8)
+            hint = f". Did you mean {meant[0]}?" if meant else ""
+            yield f"{here}: there is no such key: there are {', '.join(fields)}{hint}"
         elif key == "models" and isinstance(value, dict):
             for name, plan in value.items():
                 yield from _misread(plan, ModelPlan, f"models.{name}"[:80])

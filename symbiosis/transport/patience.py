@@ -74,6 +74,7 @@ def unavailable(endpoints: Sequence[str], cause: Exception, longer: str = "") ->
         return ExecutorUnavailable(f"{cause}{more}")
     if isinstance(cause, TimeoutError):
         return ExecutorUnavailable(f"no executor answers at {' or '.join(endpoints)}: {SAYS_NOTHING}{more}")
+    said = str(cause).removeprefix(f"no executor answers at {endpoints[0]}: ")
     return ExecutorUnavailable(
-        f"no executor at {' or '.join(endpoints)} ({cause}). {how_to_start_one(endpoints[0])}{more}"
+        f"no executor at {' or '.join(endpoints)} ({said}). {how_to_start_one(endpoints[0])}{more}"
     )

@@ -87,3 +87,21 @@ def test_what_is_none_of_ours_is_not_bothered(untrainable: nn.Module, ids: Tenso
     optimizer.step()
     with torch.no_grad():
         untrainable.eval().generate(ids, max_new_tokens=2)
+
+
+def test_a_loss_without_a_gradient_is_explained_before_torch_refuses_it(
+    serve: Callable, ids: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = symbiosis.from_executor(serve(tiny_llama()).endpoint)
+    model(input_ids=ids, labels=ids)  # not in training
+    run = trainer(model, ids, tmp_path)
+    run.evaluate()
+    assert "get_peft_model" not in caplog.text
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        run.train()
+    assert caplog.text.count("backward() will fail: the executor holds") == 1
+    assert "is_trainable=True" in caplog.text
+    caplog.clear()
+    with_adapter = get_peft_model(symbiosis.from_executor(serve(tiny_llama()).endpoint), LORA).train()
+    with_adapter(input_ids=ids, labels=ids).loss.backward()
+    assert not caplog.records

@@ -110,6 +110,7 @@ def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> 
         ),
         ("models: {demo: {}}\nmetrics_port: 80", "metrics_port: from 1024 to"),
         ("models: {demo: {}}\nmetrics_port: 9400\nbackend: ray", "metrics_port is for backend: local"),
+        ("models: {demo: {}}\nmetrics-port: 9600", "Did you mean metrics_port?"),
         ("models: {demo: {}}\nfrontends: 2", "frontends: there is no such key: there are models, name, backend"),
         ("models: {demo: }", "models.demo: write keys and values, or {}, not None"),
         ("models: {1: {model: demo}}", "models.1: a name is text: write '1'"),
