@@ -345,6 +345,17 @@ def test_a_step_gives_way_if_others_would_wait_longer_than_half_of_what_they_tak
     assert pace.gives_way(rows, 10.0, now, coming) is gives_way
 
 
+def test_a_piece_beside_who_is_told_tokens_takes_a_tenth_of_a_second() -> None:
+    pace = Pace(512)
+    pace.computed(2000, 1.0)
+    assert [pace.piece(9.0, beside) for beside in (False, True)] == [512, 200]
+    pace.disturbed(8.95)
+    assert [pace.piece(at, beside=True) for at in (9.0, 9.5)] == [100, 200]
+    fast = Pace(512)
+    fast.computed(50_000, 1.0)
+    assert fast.piece(9.0, beside=True) == 512
+
+
 def test_a_piece_takes_as_long_as_it_was_quiet() -> None:
     assert (Pace(512).piece(0.0), Pace(100).piece(0.0), Pace(20).piece(0.0)) == (128, 100, 20)
     pace = Pace(512)
@@ -352,6 +363,7 @@ def test_a_piece_takes_as_long_as_it_was_quiet() -> None:
     assert pace.piece(0.0) == 512
     pace.disturbed(10.0)
     assert [pace.piece(at) for at in (9.0, 10.0, 10.25, 10.5, 12.0, 15.5, 70.0)] == [32, 32, 32, 50, 200, 512, 512]
+    assert [pace.piece(at, beside=True) for at in (10.0, 70.0)] == [32, 32]
     small = Pace(20)
     small.computed(1, 1.0)
     small.disturbed(0.0)

@@ -279,6 +279,25 @@ def test_long_prompts_come_in_pieces_beside_all_that_decode() -> None:
     assert step is not None and [(s.rows, s.chooses) for s in step.segments] == [(1, True), (4, True)]
 
 
+def test_answers_under_way_go_on_beside_a_long_prompt() -> None:
+    """However long it has been quiet. A step takes a second here, whatever is in it."""
+    server = Server(8000, StepRules(prefill_tokens=512), ahead=True)
+    server.scheduler.add(sequences(0, 5, most=100))
+    server.step()
+    server.scheduler.add(sequences(1, 4000, most=5))
+
+    def of_the_long() -> int:
+        step = server.step()
+        assert step is not None
+        return sum(segment.rows for segment in step.segments if segment.sequence.request.id == 1)
+
+    pieces = [of_the_long() for _ in range(60)]
+    assert max(pieces[5:]) == 32, "a tenth of a second would be less"
+    while (0, 0) not in server.ended:
+        of_the_long()
+    assert max(of_the_long() for _ in range(5)) > 32, "nobody waits for the next token"
+
+
 @pytest.mark.parametrize("logprobs", [False, True], ids=["", "the prompt is scored"])
 def test_completions_share_the_prompts_blocks(logprobs: bool) -> None:
     server = Server(400, StepRules())

@@ -1,12 +1,17 @@
 """Learns how fast steps are, and so how large a piece of a long prompt may be, and when a step gives way to prompts that have just come.
 
 What was quiet for a while is likely to stay so for as long again. So a piece takes no longer than nobody else has come, and a step that is
-computed in vain takes at most half of the time.
+computed in vain takes at most half of the time. Whoever is being told tokens gets the next one with every step: beside them a piece is short.
 """
+
+import math
 
 from symbiosis.serving.scheduler.policy import Mean
 
 LEAST = 32  # rows of a piece: smaller steps take hardly less time
+BESIDE_S = (
+    0.1  # the longest that a piece may take of a step in which others get their next tokens, unless it has so few rows
+)
 
 
 class Pace:
@@ -30,8 +35,8 @@ class Pace:
         if seconds > 0:
             self._rows_per_s = self._rows_per_s.after(rows / seconds)
 
-    def piece(self, now: float) -> int:
-        """Return how many rows a prompt that does not end may have in a step.
+    def piece(self, now: float, beside: bool = False) -> int:
+        """Return how many rows a prompt that does not end may have in a step, `beside` sequences that get their next tokens in it.
 
         >>> pace = Pace(512)
         >>> pace.computed(100, 1.0)
@@ -43,10 +48,10 @@ class Pace:
         """
         if not self._rows_per_s.is_known:
             return min(4 * self._least, self._most)
-        if self._disturbed is None:
-            return self._most
-        quiet = max(0.0, now - self._disturbed)
-        return int(max(self._least, min(self._most, self._rows_per_s.value * quiet)))
+        seconds = math.inf if self._disturbed is None else max(0.0, now - self._disturbed)
+        if beside:
+            seconds = min(seconds, BESIDE_S)
+        return int(max(self._least, min(self._most, self._rows_per_s.value * seconds)))
 
     def gives_way(self, rows: int, began: float, now: float, coming: int) -> bool:
         """Whether a step of so many rows gives way to prompts of so many tokens, since these would wait for it longer than half as long as

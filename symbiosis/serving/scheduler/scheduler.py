@@ -331,7 +331,7 @@ class Scheduler:
         the newest loses it first."""
         here = [each for each in self.running if not each.is_full and self._is_here(each)]
         prompts = [each for each in here if each.uncomputed > 1]
-        rows, piece = self.rules.prefill_tokens, self._pace.piece(now)
+        rows, piece = self.rules.prefill_tokens, self._pace.piece(now, beside=len(prompts) < len(here))
         wanted = policy.prompt_rows(prompts, rows, piece, self._sharer, self.rules.whole_prompts)
         parts: list[tuple[Sequence, int]] = []
         for sequence in here:
