@@ -167,9 +167,9 @@ class Session(Reconnecting):
         payload = (rows,) if ends is None else (rows, ends)
         groups, shape = 0 if ends is None else ends.numel(), tuple(x.shape)
         call = call_of(op, layer, dtype or x.dtype, shape, bias, priority, view, groups, gradient, also, columns)
-        if x.is_cuda and op.traits.multiplies and (line := self._line(x.device)):
+        if x.is_cuda and op.traits.multiplies and (line := self.line(x.device)):
             made = self._locally(call, payload, x.device)
-            return (made or by_line(self, lambda: [line.call(call, payload)], call, payload))[0]
+            return (made or self._by_line(lambda: [line.call(call, payload)], call, payload))[0]
         return self._by_cpu(call, payload, x.device)[0]
 
     def rows(self, op: Op, group: tuple[GroupMember, ...], x: Tensor, priority: Priority) -> list[Tensor]:
@@ -177,9 +177,9 @@ class Session(Reconnecting):
         refuse_transforms(x)
         call, shapes = rows_call(op, group, x.dtype, x.shape, priority)
         payload = (x.detach() if x.requires_grad else x,)
-        if x.is_cuda and (line := self._line(x.device)):
+        if x.is_cuda and (line := self.line(x.device)):
             made = self._locally(call, payload, x.device, shapes)
-            return made or by_line(self, lambda: line.rows(call, x, shapes), call, payload, shapes)
+            return made or self._by_line(lambda: line.rows(call, x, shapes), call, payload, shapes)
         if x.is_cpu and call.nbytes <= requests.LARGEST and not (self.mapped or self.spread):
             return self.send(call, payload, shapes)
         return self._by_cpu(call, payload, x.device, shapes)
@@ -213,7 +213,7 @@ class Session(Reconnecting):
             )
         return [result.to(device) for result in self.send(call, payload, shapes)]
 
-    def _line(self, device: torch.device) -> "CudaConnection | None":
+    def line(self, device: torch.device) -> "CudaConnection | None":
         """Return the line that carries this GPU's calls, or None if they must go through the host."""
         if device not in self._lines:
             with self._lock:
@@ -221,6 +221,17 @@ class Session(Reconnecting):
                     self._connected()
                     self._lines[device] = self._open_line(device)
         return self._lines[device]
+
+    def _by_line(
+        self, make: Callable[[], list[Tensor]], call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()
+    ) -> list[Tensor]:
+        """Make a GPU's call, or answer it by mapped weights if the executor does not take it."""
+        try:
+            results = make()
+        except CallNotTaken as error:
+            return answered_despite(error, self.mapped, call, payload, shapes)
+        self.stats.count(call)
+        return results
 
     @torch.inference_mode(False)  # as for `_connect`
     def _open_line(self, device: torch.device) -> "CudaConnection | None":
@@ -249,7 +260,7 @@ class Session(Reconnecting):
             and self.welcome.shares_weights
             and transport.may_have_lines(self.endpoint)
         ):
-            self._line(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+            self.line(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
 
     def _is_reconnect(self) -> bool:
         return super()._is_reconnect() and not self.lines
@@ -289,7 +300,17 @@ class Session(Reconnecting):
         if self._lock.acquire(timeout=LANE_AFTER_S):
             self._lock.release()
             return None
-        return self._lanes.open(lambda: self._join_within(LANE_JOIN_S), lambda: may_have_more(self))
+        return self._lanes.open(lambda: self._join_within(LANE_JOIN_S), self._may_have_lanes)
+
+    def _may_have_lanes(self) -> bool:
+        """Whether this session may have more connections. Private sessions are pinned to one, and a connection over NCCL belongs to a GPU.
+        Not if it is the heartbeat that keeps a thread waiting: it makes no calls, and may itself be waiting for a core."""
+        if self._is_beating or self.keeps_secrets or self.observer:
+            return False
+        if self._device is not CPU or self._connection is None:
+            return False
+        most = min(MOST_LANES, self.welcome.limits.max_tenant_sessions // OF_A_TENANT)
+        return sum(len(one._lanes) for one in lifetime.sessions()) < most
 
     def commons(self) -> dict[int, Tensor]:
         """Return the tensors that every client holds for itself, if an executor on this host shares them. The rest must be read."""
@@ -368,21 +389,6 @@ class RankSession(Session):
     stays = True
 
 
-def may_have_more(session: Session) -> bool:
-    """Whether a session may have more connections. Private sessions are pinned to one, and a connection over NCCL belongs to a GPU. Not if
-    it is the heartbeat that keeps a thread waiting: it makes no calls, and may itself be waiting for a core."""
-    if (
-        session._is_beating
-        or session.keeps_secrets
-        or session.observer
-        or session._device is not CPU
-        or session._connection is None
-    ):
-        return False
-    most = min(MOST_LANES, session.welcome.limits.max_tenant_sessions // OF_A_TENANT)
-    return sum(len(one._lanes) for one in lifetime.sessions()) < most
-
-
 def greeting(session: Session, device: str) -> Callable[[], Hello]:
     """Return what a line joins with. A line lives in threads of its own, which must not keep a session that nobody uses any more."""
     kept = weakref.ref(session)
@@ -411,15 +417,3 @@ def _restore(
         return session
 
     return lifetime.restored(key, made)
-
-
-def by_line(
-    session: Session, make: Callable[[], list[Tensor]], call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()
-) -> list[Tensor]:
-    """Make a GPU's call, or answer it by mapped weights if the executor does not take it."""
-    try:
-        results = make()
-    except CallNotTaken as error:
-        return answered_despite(error, session.mapped, call, payload, shapes)
-    session.stats.count(call)
-    return results

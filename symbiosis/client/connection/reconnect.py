@@ -223,7 +223,7 @@ class Reconnecting:
 
     def look_for_executor(self) -> bool:
         """Whether an executor is back, for a session that went on alone when its executor went away."""
-        with held_by_heartbeat(self) as held:
+        with self._held_by_heartbeat() as held:
             try:
                 if held:
                     self._connected()
@@ -357,9 +357,22 @@ class Reconnecting:
         self.beat()
         return True
 
+    @contextmanager
+    def _held_by_heartbeat(self) -> Iterator[bool]:
+        """Hold the connection for the heartbeat, and yield True; or False, if a call is under way."""
+        if not self._lock.acquire(blocking=False):
+            yield False
+            return
+        self._is_beating = True
+        try:
+            yield True
+        finally:
+            self._is_beating = False
+            self._lock.release()
+
     def beat(self) -> None:
         """Tell the executor that this client lives; during a call it knows anyway."""
-        with held_by_heartbeat(self) as held:
+        with self._held_by_heartbeat() as held:
             if held and self._connection is not None:
                 self._connection.beat()
                 if (mapped := mapped_on_cpu(self.mapped)) is not None:
@@ -384,20 +397,6 @@ def must_serve_the_same(joined: transport.Connection, layers: Sequence[Layer], e
         if now != then and "client" not in (now.kind, then.kind):
             joined.close()
             raise CallError(Code.WRONG_MODEL, f"{endpoint} now serves {now.name} as another kind of layer")
-
-
-@contextmanager
-def held_by_heartbeat(session: Reconnecting) -> Iterator[bool]:
-    """Hold a session's connection for its heartbeat, and yield True; or False, if a call is under way."""
-    if not session._lock.acquire(blocking=False):
-        yield False
-        return
-    session._is_beating = True
-    try:
-        yield True
-    finally:
-        session._is_beating = False
-        session._lock.release()
 
 
 def call_once(

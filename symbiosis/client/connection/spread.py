@@ -50,7 +50,7 @@ class Caller(Protocol):
 
     def send(self, call: Call, payload: Payload, shapes: Shapes = ()) -> list[Tensor]: ...
 
-    def _line(self, device: torch.device) -> "CudaConnection | None": ...
+    def line(self, device: torch.device) -> "CudaConnection | None": ...
 
     def close(self, timeout: float = 1.0) -> None:
         """Leave the executor."""
@@ -137,7 +137,7 @@ class Spread(Generic[Session]):
         if call.also and not (call.op is Op.FORWARD and shapes):
             return False
         x = payload[0]
-        return x.is_cpu or (x.is_cuda and all(caller._line(x.device) for caller in self.callers))
+        return x.is_cpu or (x.is_cuda and all(caller.line(x.device) for caller in self.callers))
 
     def _by_threads(self, payload: Payload, each: list[list[RankShare]]) -> list[list[Tensor]]:
         """Return what each rank makes of each layer. This thread waits for the rank that is here, and others for the rest."""
@@ -191,7 +191,7 @@ def _part(payload: Payload, share: RankShare) -> Payload:
 
 
 def _enqueued(caller: Caller, device: torch.device, payload: Payload, share: RankShare) -> Tensor:
-    line = caller._line(device)
+    line = caller.line(device)
     assert line is not None
     caller.stats.count(share.call)
     call, part = share.call, _part(payload, share)
