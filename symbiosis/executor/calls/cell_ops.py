@@ -64,9 +64,7 @@ class CellOps:
         *stack, panels, blocks = box
         columns, rows = part_of(panels, out.shape[-1], grain.columns), part_of(blocks, out.shape[-2], grain.rows)
         x = self._here(as_multiplied(call, payload[0])[(*stack, rows)])
-        v, bias = self._operand(call, *stack, slice(None), columns), None
-        if call.bias:
-            (bias,) = self._store.biases_of(call)
+        v, (bias,) = self._operand(call, *stack, slice(None), columns), self._store.biases_of(call)
         return (*stack, rows, columns), product(x, v, None if bias is None else bias[columns])
 
     def _left(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:

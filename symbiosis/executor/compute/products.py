@@ -42,7 +42,7 @@ class Products:
         if call.dtype in WEIGHT_BITS:  # only FORWARD and DGRAD take integers
             multiply = forward = modular_product
         if call.op in ONE_PRODUCT:
-            biases = self.store.biases_of(call) if call.bias else [None] * len(call.layers)
+            biases = self.store.biases_of(call) if call.bias else [None] * len(matrices)  # as most calls want it
             outs: Sequence[Tensor | None] = out or [None] * len(matrices)
             return [forward(x[0], *parts) for parts in zip(matrices, biases, outs, strict=True)]
         if call.op is not Op.DGRAD:
@@ -55,7 +55,7 @@ class Products:
 
     def multiply_panels(self, call: Call, x: list[Tensor], outs: list[Tensor], side: slice, step: int) -> None:
         """Compute some columns of a call's results (`side`, in cells of `step` columns) from prepared rows, into `outs`."""
-        biases = self.store.biases_of(call) if call.bias else [None] * len(call.layers)
+        biases = self.store.biases_of(call)
         multiply: Callable[..., Tensor] = product_of_digits if call.dtype in WEIGHT_BITS else product
         if call.op is Op.DGRAD:
             columns = part_of(side, outs[0].shape[1], step)

@@ -220,7 +220,9 @@ class Store:
         return None if bias is None else bias.to(TORCH_DTYPE[dtype])
 
     def biases_of(self, call: Call) -> list[Tensor | None]:
-        """Return the bias of each layer, for a call that asks for them."""
+        """Return the bias of each layer, or None for each if the call does not ask for them."""
+        if not call.bias:
+            return [None] * len(call.layers)
         biases = [self.bias(layer, call.dtype) for layer in call.layers]
         outputs = None if call.view is None else outputs_of(self.manifest[call.layer], call.view)
         return biases if outputs is None else [None if bias is None else bias[outputs] for bias in biases]
