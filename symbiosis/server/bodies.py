@@ -1,25 +1,36 @@
 """Reads the bodies of requests. Each must come at some pace, and only so many may be slow at a time."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from symbiosis.server.api_errors import ApiError
+from symbiosis.server.request_record import this_request
 
 BODY_S = 60.0  # the longest time for a body, besides what its bytes may take
 SLOWEST = 16 << 10  # bytes per second
 MOST, MOST_BYTES = 2048, 256 << 20  # bodies that are read at a time; honest clients may send a thousand at once
 
 
+@dataclass
+class OpenBody:
+    """A body that is being read: whose it is, and how much of the memory it takes."""
+
+    tenant: str
+    bytes: int = 0
+
+
 class Bodies:
-    """The bodies that are being read. When there are too many, the one that has taken longest is ended, so that clients that send at
-    once never wait for slow ones."""
+    """The bodies that are being read. When there are too many, one of the tenant who has the most of them ends: the one that has taken longest.
+    So clients that send at once never wait for slow ones, nor one tenant for another's."""
 
     def __init__(self, longest_s: float = BODY_S, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self._longest_s, self._most, self._most_bytes = longest_s, most, most_bytes
-        self._open: dict[asyncio.Timeout, int] = {}  # bytes that they take of the memory, in the order of their coming
+        self._open: dict[asyncio.Timeout, OpenBody] = {}  # in the order of their coming
 
     async def read(self, request: Request, most: int) -> bytes:
         """Return the whole body, of at most so many bytes."""
@@ -38,8 +49,8 @@ class Bodies:
         try:
             async with asyncio.timeout_at(ends) as limit:
                 if len(self._open) >= self._most:
-                    self._end_oldest()
-                self._open[limit] = 0
+                    self._end_one(Counter(each.tenant for each in self._open.values()))
+                body = self._open[limit] = OpenBody(this_request().tenant)
                 try:
                     async for piece in request.stream():
                         received += len(piece)
@@ -47,10 +58,10 @@ class Bodies:
                             raise _too_large(most)
                         take(piece)
                         if limit in self._open:  # else it was chosen to end
-                            self._open[limit] = received * in_memory
+                            body.bytes = received * in_memory
                             limit.reschedule(ends + received / SLOWEST)
-                            if len(self._open) > 1 and sum(self._open.values()) > self._most_bytes:
-                                self._end_oldest()
+                            if len(self._open) > 1 and sum(e.bytes for e in self._open.values()) > self._most_bytes:
+                                self._end_one(self._bytes())
                 finally:
                     self._open.pop(limit, None)
         except TimeoutError:
@@ -58,8 +69,17 @@ class Bodies:
         except ClientDisconnect:
             raise ApiError(400, "the body broke off", reason="client_left") from None
 
-    def _end_oldest(self) -> None:
-        oldest = next(iter(self._open))
+    def _bytes(self) -> Counter[str]:
+        """Return what the bodies take of the memory, by tenant."""
+        taken = Counter[str]()
+        for each in self._open.values():
+            taken[each.tenant] += each.bytes
+        return taken
+
+    def _end_one(self, taken: Counter[str]) -> None:
+        """End the oldest body of the tenant who has taken most."""
+        (tenant, _), *_ = taken.most_common(1)
+        oldest = next(limit for limit, each in self._open.items() if each.tenant == tenant)
         del self._open[oldest]
         if not oldest.expired():  # else it ends by itself
             oldest.reschedule(0.0)

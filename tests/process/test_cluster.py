@@ -218,6 +218,17 @@ def test_every_token_is_counted_whichever_way_an_answer_takes(
     assert counted(running) - before == 40
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_text_that_another_base_has_begun_is_not_gone_on_with(running: Running, stream: bool) -> None:
+    """The client says which base it was, and has no token of this front end yet."""
+    before = {"id": "cmpl-1", "created": 0, "tokens": [[17]], "base": "0" * 64}
+    body = {"model": "demo", "prompt": "a", "max_tokens": 4, "seed": 1, "stream": stream, "continuation": before}
+    answer = web.post(
+        f"{running.url}/v1/completions", json=body, headers={"Authorization": "Bearer alice-key-1"}, timeout=30
+    )
+    assert answer.status_code == 409 and "another base" in answer.json()["error"]["message"]
+
+
 def test_one_key_leaves_others_their_share_of_the_batches(api: openai.OpenAI, running: Running) -> None:
     """Alice fills the batches of both servers. They make room for Bob, and so does the front end."""
     fields = {"n": 16, "max_tokens": 450, "stream": True, "extra_body": {"ignore_eos": True}}

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.bodies import Bodies
+from symbiosis.server.request_record import begin
 
 
 def request(*pieces: bytes, every_s: float = 0.0, ends: bool = True) -> Request:
@@ -77,6 +78,31 @@ def test_too_many_cost_the_slowest(bounds: dict[str, int]) -> None:
         assert not slow[1].done() and not slow[2].done()
         for task in slow[1:]:
             task.cancel()
+
+    run(test)
+
+
+@pytest.mark.parametrize("bounds", [{"most": 4}, {"most_bytes": 16}])
+def test_too_many_of_one_key_cost_no_other_key(bounds: dict[str, int]) -> None:
+    """Anna's has come first, and is slow."""
+
+    async def test() -> None:
+        bodies = Bodies(**bounds)
+
+        async def sent(tenant: str) -> bytes:
+            begin([]).tenant = tenant
+            return await bodies.read(request(b"abcd", ends=False), 100)
+
+        anna = asyncio.create_task(sent("anna"))
+        await asyncio.sleep(0.01)
+        bob = []
+        for _ in range(12):
+            bob.append(asyncio.create_task(sent("bob")))
+            await asyncio.sleep(0.01)
+        assert not anna.done() and [task.done() for task in bob] == [True] * 9 + [False] * 3
+        for task in (anna, *bob):
+            task.cancel()
+        await asyncio.gather(*bob, return_exceptions=True)
 
     run(test)
 

@@ -155,6 +155,8 @@ class Relay:
         base, told = self._view.base(number), self._progress.told
         if self._progress.count and base != told.base:
             return await self._fail(ApiError(503, OTHER_BASE, retry_s=1.0), outlet)
+        if self._asked.continuation is not None and told.base not in ("", base):
+            return await self._fail(ApiError(409, OTHER_BASE, "continuation"), outlet)
         told.base = base
         body = self._asked.body(**self._more, **({"continuation": self._progress.told} if self._goes_on else {}))
         try:
