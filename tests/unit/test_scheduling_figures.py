@@ -59,6 +59,8 @@ def test_a_queue_counts_its_rows_and_what_stands_apart() -> None:
     assert (queue.rows, queue.apart, list(queue)) == (5, 1, [first, last])
     queue.drop(first)
     assert (queue.rows, queue.apart, list(queue)) == (5, 1, [last])
+    queue.put(item(rows=9, start=2))
+    assert queue.rows == 12, "what was taken before does not count"
 
 
 def test_no_queue_is_empty() -> None:
@@ -84,6 +86,13 @@ def test_a_batch_says_what_of_it_runs() -> None:
     assert [(piece.item.ran, piece.item.finished) for piece in batch.slices] == [(4, False), (4, True)]
     whole = Batch("a", [Slice(item(), 0, 1)], 0.0)
     assert (whole.cells, whole.share, whole.ends, whole.seconds, whole.prepared_s) == (1, 1.0, True, 0, 0)
+
+
+def test_a_call_of_which_nothing_else_is_said() -> None:
+    call = Item(1, "a", 2, 3, 4.0)
+    assert (call.divisible, call.joinable, call.whole, call.work, call.kind) == (True, True, True, None, None)
+    assert (call.calls, call.turns, call.start, call.ran, call.price, call.grains) == (1, 1, 0, 0, 0, ((64, 1),))
+    assert (call.left, call.finished) == (2, False)
 
 
 # ---------------------------------------------------------------- what is counted
@@ -116,7 +125,7 @@ def test_what_waits_and_what_has_begun_is_counted() -> None:
 
 def test_a_session_is_alone_only_once_it_was_for_a_while() -> None:
     batcher = joined(OPPORTUNISTIC, None, None)
-    assert not batcher.alone(1, 1000.0) and batcher.alone(1, 1000.0 + ALONE_S)
+    assert not batcher.alone(1, 0.0) and batcher.alone(1, ALONE_S)
     batcher.went("a", [(1, 1000.0, 2), (2, 1000.0, 6)], 1000.0, 0.8, 1001.0)
     assert not batcher.alone(1, 1002.0), "others were there"
     used = {number: batcher.callers.sessions[number] for number in (1, 2)}
@@ -126,7 +135,9 @@ def test_a_session_is_alone_only_once_it_was_for_a_while() -> None:
     assert all((each.last_key, each.replied, each.served) == ("a", 1001.0, 1000.0) for each in used.values())
     batcher.add(item(2, arrived=1003.0))
     assert not batcher.alone(1, 1009.0), "a call waits"
-    assert joined(IMMEDIATE, None).alone(1, 0.0)
+    assert joined(IMMEDIATE, None).alone(1, 0.0) and not joined(OPPORTUNISTIC, None).alone(1, 1000.0), (
+        "nobody knows of others"
+    )
     batcher = joined(IMMEDIATE, None, None)
     batcher.add(item(2, key="read", divisible=False, joinable=False, grains=((1, 10),), turns=5))
     run(batcher, 0.0)
@@ -465,3 +476,8 @@ def test_who_come_together_are_awaited(apart: float, product_s: float) -> None:
     last = 3.5 + apart
     late = (0.5 + apart) / 2
     assert batcher.awaited == (Awaited("a", 2, last + late, last - product_s) if apart < product_s else None)
+    batcher.add(item(1, arrived=3.5))
+    assert batcher.awaited is None, "a call is there"
+    lockstep = joined(LOCKSTEP, None)
+    lockstep.waiting.awaited = Awaited("a", 2, inf)
+    assert lockstep.awaited is None
