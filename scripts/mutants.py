@@ -27,7 +27,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from itertools import islice
 from pathlib import Path
@@ -75,6 +75,7 @@ class Mutant(NamedTuple):
     before: str
     after: str
     lines: frozenset[int]  # a test that executes none of these cannot notice; empty: unknown
+    names: frozenset[str]  # of a constant: tests that name it notice, too
     source: str
 
     def __str__(self) -> str:
@@ -155,24 +156,31 @@ def mutant_of(file: str, number: int) -> Mutant:
     """Return one of a file's mutants."""
     tree = ast.parse((ROOT / file).read_text())
     place = next(islice(places(tree), number, None))
-    old, lines = place.node, lines_of(place, tree)
+    old, names = place.node, names_of(place)
+    lines = lines_of(place, tree, names)
     new = changed(old)
     assert new is not None
     place.replace(new)
-    return Mutant(
-        file, old.lineno, ast.unparse(old), ast.unparse(new), lines, ast.unparse(ast.fix_missing_locations(tree))
-    )
+    source = ast.unparse(ast.fix_missing_locations(tree))
+    return Mutant(file, old.lineno, ast.unparse(old), ast.unparse(new), lines, names, source)
 
 
-def lines_of(place: Place, tree: ast.Module) -> frozenset[int]:
+def names_of(place: Place) -> frozenset[str]:
+    """Return the constants of the module whose value the change is in."""
+    statement = place.statements[0]
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return frozenset()
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return frozenset(each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+
+
+def lines_of(place: Place, tree: ast.Module, names: frozenset[str]) -> frozenset[int]:
     """Return the lines of which a test executes one when it runs what is changed. Of a constant they are those that use it."""
     inner = place.statements[-1]
+    if names:
+        used = (each for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load))
+        return frozenset(each.lineno for each in used if each.id in names)
     if not any(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in place.statements):
-        if len(place.statements) == 1 and isinstance(inner, ast.Assign | ast.AnnAssign):
-            targets = inner.targets if isinstance(inner, ast.Assign) else [inner.target]
-            names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
-            used = (each for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load))
-            return frozenset(each.lineno for each in used if each.id in names)
         return frozenset()
     if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):  # a default
         return frozenset(range(inner.body[0].lineno, (inner.end_lineno or inner.lineno) + 1))
@@ -333,7 +341,8 @@ class Chosen:
 
 def chosen_for(mutant: Mutant, seconds: dict[str, float], lines: dict[int, set[str]]) -> list[str]:
     """Return the tests that execute what is changed, the quickest first, those of tests/unit before others."""
-    names = set().union(*(lines[line] for line in mutant.lines)) or set().union(*lines.values())
+    names = set().union(*(lines[line] for line in mutant.lines), naming(mutant.names, seconds))
+    names = names or set().union(*lines.values())
     chosen, left = [], float(MOST_S)
     for name in sorted(names, key=lambda each: (not each.startswith("tests/unit/"), seconds[each], each)):
         left -= seconds[name]
@@ -341,6 +350,16 @@ def chosen_for(mutant: Mutant, seconds: dict[str, float], lines: dict[int, set[s
             break
         chosen.append(name)
     return chosen
+
+
+def naming(constants: frozenset[str], tests: Iterable[str]) -> set[str]:
+    """Return the tests whose functions name one of these constants."""
+    found = set()
+    for file in fast_tests() if constants else ():
+        for each in ast.parse(file.read_text()).body:
+            if isinstance(each, ast.FunctionDef) and constants & set(re.findall(r"\w+", ast.unparse(each))):
+                found.add(f"{file.relative_to(ROOT)}::{each.name}")
+    return {name for name in tests if name.partition("[")[0] in found}
 
 
 def run(mutant: Mutant, names: Sequence[str]) -> int:

@@ -568,7 +568,7 @@ wrong = source.replace("first < 0", "first <= 0", 1)
 assert wrong != source
 names = ["tests/unit/test_serving_blocks.py::test_a_run_of_pages_begins_at_the_first_that_is_free"]
 for text, lives in ((source, True), (wrong, False)):
-    mutant = mutants.Mutant(file, 1, "", "", frozenset(), text)
+    mutant = mutants.Mutant(file, 1, "", "", frozenset(), frozenset(), text)
     assert (os.waitpid(mutants.forked(lambda: mutants.run(mutant, names)), 0)[1] == 0) is lives
 """
     subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent, check=True, timeout=110)

@@ -126,6 +126,7 @@ def test_a_model_has_one_base_until_it_is_rolled(running: Running, model: Path, 
     assert len({each.fingerprint for each in running.told.members if each.kind != "front"}) == 1
 
 
+@pytest.mark.full
 def test_a_server_that_cannot_go_on_gets_the_base_of_its_executor(model: Path, tmp_path: Path) -> None:
     """It has mapped no weights, and is the only one: nothing is left of the old base. A stream goes on with no other one."""
     old = alone(model, 400)

@@ -234,10 +234,25 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
+IMPATIENT = """
+from symbiosis.server.ipc import pulse
+from symbiosis.server.launch import serve_processes
+
+pulse.SILENT_S = 6.0
+
+def http_code(*given, code=serve_processes.http_code):
+    _, module, started = code(*given)
+    quick = "from symbiosis.server.ipc import pulse; pulse.SILENT_S = 6.0"
+    return ["-c", f"import runpy; {quick}; runpy.run_module({module!r}, run_name='__main__')", started]
+
+serve_processes.http_code = http_code
+"""
+
+
 @pytest.fixture
 def own(folders: Path) -> Iterator[Command]:
-    """A server that a test may end."""
-    command = Command()
+    """A server that a test may end, whose processes take one another for hung after six seconds."""
+    command = Command(before=IMPATIENT)
     yield command
     command.close()
 
@@ -303,6 +318,7 @@ serve_processes.http_code = http_code
 """
 
 
+@pytest.mark.full
 def test_a_server_says_that_it_is_ready_when_it_answers() -> None:
     """The process that speaks HTTP may come up after the engine."""
     Command(before=LATE).close()

@@ -23,7 +23,7 @@ from tests.prometheus import DEPLOY, Prometheus, filled_in, needs_prometheus, pa
 from tests.secret_files import write_secret
 from tests.serving_api import client, eventually, web
 
-pytestmark = [needs_prometheus, pytest.mark.timeout(300)]
+pytestmark = [needs_prometheus, pytest.mark.full, pytest.mark.timeout(300)]
 FILE = """
 port: 0
 metrics_port: {base}

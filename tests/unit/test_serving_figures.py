@@ -11,7 +11,7 @@ from symbiosis.serving.scheduler import policy
 from symbiosis.serving.scheduler.pace import Pace
 from symbiosis.serving.scheduler.scheduler import PREFETCHED, Scheduler, StepRules, Unsettled
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, SchedulerOutput, Sequence
-from tests.unit.test_serving_scheduler import ADAPTERS, Server, going_on, sequences
+from tests.unit.test_serving_scheduler import ADAPTERS, LAYERS, Server, going_on, sequences
 
 
 def told(step: SchedulerOutput | None) -> list[tuple[int, int, int, int, bool]]:
@@ -112,6 +112,14 @@ def test_a_sequence_begins_when_there_is_room_for_all_its_tokens(pages: int, beg
     assert running(server) == ([0] if begins else []) and server.pool.free == (pages - 8 if begins else pages)
 
 
+def test_all_its_pages_are_taken_when_it_begins() -> None:
+    server = server_with(sequences(0, 4 * BLOCK), pages=8, prefill_tokens=32)
+    assert told(server.step()) == [(0, 0, 32, 0, False)] and server.pool.free == 0
+    alone = Scheduler(BlockManager(PagePool(7), LAYERS), rules=StepRules())
+    alone.add(sequences(0, 4 * BLOCK))
+    assert alone.next_step(1.0) is None and len(alone.waiting) == 1, "nor is there anything that could make room"
+
+
 @pytest.mark.parametrize(("pages", "both"), [(6, True), (5, False)])
 def test_those_that_run_keep_a_block_each(pages: int, both: bool) -> None:
     server = server_with(sequences(0, 5, most=40), sequences(1, 7, most=40), pages=pages)
@@ -164,6 +172,75 @@ def test_a_text_longer_than_the_memory_needs_what_its_windows_show_at_once(pages
     small.scheduler.add(sequences(0, 160, most=1))
     small.step()
     assert running(small) == []
+
+
+def test_a_long_text_goes_on_from_what_was_found() -> None:
+    server = Server(12, StepRules(prefill_tokens=32), windows=(8, 8))
+    server.scheduler.add(sequences(0, 3 * BLOCK, most=1))
+    while server.step():
+        pass
+    server.scheduler.add(sequences(1, 160, most=1))
+    server.step()
+    assert running(server) == [1] and server.scheduler.running[0].cached == 48
+    assert server.pool.free == 12 - 6 - 4, "48 tokens were found, and there is room for 32 more"
+
+
+def test_as_many_adapters_make_room_as_must() -> None:
+    small = [Adapter(name=f"s{n}", kind="LORA", bytes=3, version=30 + n) for n in range(2)]
+    server = server_with(*(sequences(n, 5, small[n], most=1) for n in range(2)), pages=10)
+    while server.step():
+        pass
+    assert list(server.here.pages) == small and server.pool.free == 4
+    server.scheduler.add(sequences(2, 2 * BLOCK + 1, most=9))
+    server.step()
+    assert running(server) == [2] and list(server.here.pages) == small[1:] and server.pool.free == 1
+
+
+def test_a_prompt_of_two_tokens_is_one() -> None:
+    server = server_with(sequences(0, 2, most=2), sequences(1, 1, most=2))
+    assert told(server.step()) == [(0, 0, 2, 0, True), (1, 2, 1, 0, True)]
+
+
+def test_nothing_is_computed_of_who_has_all_its_tokens() -> None:
+    """The last one is on its way."""
+    server = Server(400, StepRules(), ahead=True)
+    server.scheduler.add(sequences(0, 5, most=2))
+    server.scheduler.add(sequences(1, 5, most=3))
+    steps = [told(server.step()) for _ in range(4)]
+    assert [[id for id, *_ in step] for step in steps] == [[0, 1], [0, 1], [1], []]
+
+
+def test_a_prompt_disturbs_those_under_way() -> None:
+    server = server_with(sequences(1, 5, most=9))
+    disturbed = [server.scheduler._pace._disturbed]
+    server.step()
+    for id, prompt in ((2, 300), (3, 5), (4, 5)):
+        server.scheduler.add(sequences(id, prompt, most=9))
+        disturbed.append(server.scheduler._pace._disturbed)
+        server.step()
+    assert disturbed == [None, None, 3.0, 4.0], "by those that come while a prompt is computed"
+    waits = server_with(sequences(0, 5), max_batch=0)
+    waits.scheduler.add(sequences(1, 5))
+    assert waits.scheduler._pace._disturbed == 1.0, "or waits"
+    two = server_with(sequences(0, 40), prefill_tokens=39)
+    two.step()
+    assert two.scheduler.running[0].uncomputed == 1
+    two.scheduler.add(sequences(1, 5))
+    assert two.scheduler._pace._disturbed is None, "of which more than a token is left"
+
+
+def test_a_step_gives_way_to_what_can_take_the_place_of_long_prompts() -> None:
+    server = server_with(sequences(0, 200), sequences(1, 210), prefill_tokens=32, max_batch=2)
+    server.step()
+    assert running(server) == [0, 1] and server.before is not None
+    server.scheduler._pace = Pace(512)
+    server.scheduler._pace.computed(100, 1.0)
+    step = SchedulerOutput(server.before.segments, began=10.0)
+    object.__setattr__(step.segments[-1], "rows", 400)
+    assert server.scheduler.gives_way(step, 10.5, coming=20)
+    server.pool.take(server.pool.free)
+    assert server.scheduler.gives_way(step, 10.5, coming=20), "the second's pages come free"
+    assert not server.scheduler.gives_way(step, 10.5, coming=300)
 
 
 def test_the_newest_gives_up_its_blocks_and_waits_in_its_turn() -> None:
@@ -316,7 +393,7 @@ def test_the_pace_is_learned_from_steps_with_prompts() -> None:
         scheduler.advance(found, ends)
         return scheduler._pace._rows_per_s.value
 
-    assert step(1.0, 3.0, 128) == 64.0, "of what is not known half as much is computed"
+    assert step(0.0, 2.0, 128) == 64.0, "of what is not known half as much is computed"
     assert step(3.5, 4.5, 172) == pytest.approx(64.0 + (172 - 64) / 10)
     assert step(4.5, 5.5, 1) == pytest.approx(74.8), "steps that only decode say nothing"
     scheduler.add(sequences(1, 20))

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -282,3 +283,86 @@ def test_rates_and_means_forget() -> None:
     assert once.after(15.0, events=2) == policy.Rate(5.0, pytest.approx(0.2 / math.e + 0.4), 15.0)
     mean = policy.Mean().after(2.0)
     assert (policy.Mean().value, mean.value, mean.after(3.0).value) == (0.0, 2.0, pytest.approx(2.1))
+
+
+@dataclass(eq=False)
+class Prompt:
+    uncomputed: int
+    whose: str = ""
+    owed: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "most", "piece", "rows"),
+    [
+        ([100], 512, 128, [100]),
+        ([64], 64, 32, [64]),
+        ([65], 512, 32, [32]),  # no longer short, and longer than a piece
+        ([200], 512, 128, [128]),
+        ([60, 4], 64, 32, [60, 4]),
+        ([500, 40], 512, 32, [8, 40]),  # a fifth of those that end
+        ([75, 40, 35], 512, 32, [75, 40, 35]),
+        ([76, 40, 35], 512, 32, [15, 40, 35]),  # it would make the step more than twice as long
+        ([300, 200], 512, 120, [20, 100]),  # a sixth
+        ([(300, "a"), (200, "b")], 512, 100, [50, 50]),
+        ([(300, "a"), (200, "a"), (90, "b")], 512, 60, [8, 22, 30]),
+        (
+            [(60, "a"), (60, "a"), (60, "b")],
+            100,
+            32,
+            [60, 12, 12],
+        ),  # the first short one of a tenant, and two fifths for others
+        ([(60, "a"), (30, "a"), (60, "b"), (30, "b")], 512, 32, [60, 30, 60, 30]),
+        ([(900, "a"), (70, "a"), (70, "b")], 100, 80, [11, 29, 40]),  # each is longer than its tenant's share
+        ([], 512, 32, []),
+    ],
+)
+def test_rows_of_prompts(prompts: list[Any], most: int, piece: int, rows: list[int]) -> None:
+    made = [Prompt(*each) if isinstance(each, tuple) else Prompt(each) for each in prompts]
+    found = policy.prompt_rows(made, most, piece, lambda prompt: prompt.whose)
+    assert [found.get(each, 0) for each in made] == rows
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rows", "owed"),
+    [
+        ([(40, 0.0), (100, 0.0)], [40, 0], [0.0, 8.0]),
+        ([(40, 0.0), (100, 91.9)], [40, 0], [0.0, 99.9]),
+        ([(40, 0.0), (100, 92.0)], [40, 100], [0.0, 0.0]),
+        ([(300, 0.0), (200, 0.0)], [0, 200], [20.0, 0.0]),
+        ([(300, 280.0), (200, 0.0)], [300, 0], [0.0, 0.0]),
+    ],
+)
+def test_prompts_in_one_piece_save_up(prompts: list[tuple[int, float]], rows: list[int], owed: list[float]) -> None:
+    made = [Prompt(count, "", saved) for count, saved in prompts]
+    found = policy.prompt_rows(made, 512, 120 if rows[0] != 40 else 32, lambda prompt: prompt.whose, whole=True)
+    assert [found.get(each, 0) for each in made] == rows and [each.owed for each in made] == pytest.approx(owed)
+
+
+def test_parts_of_rows_are_saved() -> None:
+    long, shorts = Prompt(500), [Prompt(4) for _ in range(3)]
+    given = [policy.prompt_rows([long, short], 512, 32, lambda prompt: prompt.whose)[long] for short in shorts]
+    assert given == [0, 1, 1] and long.owed == pytest.approx(0.4), "0.8 of a row each time"
+
+
+@dataclass(eq=False)
+class Running:
+    uncomputed: int
+    overtaken: int = 0
+    may_wait_again: bool = True
+
+
+def test_prompts_twice_as_long_give_way_the_newest_first() -> None:
+    running = [
+        Running(500),
+        Running(20),
+        Running(19),
+        Running(90, 31),
+        Running(90, 32),
+        Running(90, 0, False),
+        Running(40),
+    ]
+    assert policy.longer(running, 10) == [running[6], running[3], running[1]], "but for the first of several"
+    assert policy.longer(running, 21) == [running[3]]
+    assert policy.longer(running[:1], 250) == running[:1] and policy.longer(running[:1], 251) == []
+    assert policy.longer(running[:2], 10) == [running[1]] and policy.longer([], 1) == []
