@@ -59,7 +59,7 @@ def test_a_queue_counts_its_rows_and_what_stands_apart() -> None:
     assert (queue.rows, queue.apart, list(queue)) == (5, 1, [first, last])
     queue.drop(first)
     assert (queue.rows, queue.apart, list(queue)) == (5, 1, [last])
-    queue.put(item(rows=9, start=2))
+    queues.put(item(rows=9, start=2))
     assert queue.rows == 12, "what was taken before does not count"
 
 
@@ -86,6 +86,7 @@ def test_a_batch_says_what_of_it_runs() -> None:
     assert [(piece.item.ran, piece.item.finished) for piece in batch.slices] == [(4, False), (4, True)]
     whole = Batch("a", [Slice(item(), 0, 1)], 0.0)
     assert (whole.cells, whole.share, whole.ends, whole.seconds, whole.prepared_s) == (1, 1.0, True, 0, 0)
+    assert whole.grain == whole.first == 0
 
 
 def test_a_call_of_which_nothing_else_is_said() -> None:
