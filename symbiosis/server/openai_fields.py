@@ -12,6 +12,7 @@ HARMLESS = {  # taken: no answer depends on them
     "metadata": "labels, for logs of a provider",
     "safety_identifier": "who asks, for logs of a provider",
     "prompt_cache_key": "a hint: what prompts have in common is found without it",
+    "prediction": "a guess at the answer, which makes it faster elsewhere",
     "parallel_tool_calls": "there are no tools, so none are called",
 }
 OF_TEMPLATE = ("reasoning_effort", "verbosity")  # honoured if the chat template reads them, else refused
@@ -27,7 +28,6 @@ DEFAULTS: dict[str, tuple[tuple[Any, ...], str]] = {  # refused, but for values 
     "function_call": (("none",), "there are no functions to call: leave it out, and ask for JSON by response_format"),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
-    "prediction": ((), "leave it out: the answer is the same"),
     "moderation": ((), "nothing is moderated here"),
     "web_search_options": ((), "the model searches nothing"),
     "include_obfuscation": ((False,), "events are not obfuscated"),

@@ -163,6 +163,7 @@ class ChatBody(Body, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     # HARMLESS
     parallel_tool_calls: bool | None = None
+    prediction: msgspec.Raw = msgspec.Raw()
     # DEFAULTS
     tools: msgspec.Raw = msgspec.Raw()
     tool_choice: msgspec.Raw = msgspec.Raw()
@@ -170,7 +171,6 @@ class ChatBody(Body, kw_only=True):
     function_call: msgspec.Raw = msgspec.Raw()
     modalities: msgspec.Raw = msgspec.Raw()
     audio: msgspec.Raw = msgspec.Raw()
-    prediction: msgspec.Raw = msgspec.Raw()
     moderation: msgspec.Raw = msgspec.Raw()
     web_search_options: msgspec.Raw = msgspec.Raw()
 

@@ -54,7 +54,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "A name by which clients ask for the server, such as that of a proxy; *.DOMAIN: all of a domain; *: any. Repeatable. Default: "
         "this host's name, addresses and, with --api-keys, any."), "NAME"] = ()
     api_keys: Annotated[str | None, Doc(
-        "Lines of `NAME KEY [admin] [requests=N] [tokens_per_s=N] [old_key=KEY]`; read again when it changes."), "FILE"] = None
+        "Lines of `NAME KEY [admin] [requests=N] [tokens_per_s=N] [old_key=KEY old_key_expires=DATE]`; read again when it changes."), "FILE"] = None
     chat_template: Annotated[str | None, Doc("Jinja template that makes a prompt of a chat. Default: the tokenizer's."), "FILE"] = None
     max_batch: Annotated[int, Doc("Maximum sequences in one step. Default: 64.")] = 64
     max_tenant_batch: Annotated[int | None, Doc(

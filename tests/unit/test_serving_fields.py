@@ -59,7 +59,7 @@ OTHERS: dict[str, Any] = {
     "store": True, "service_tier": "flex", "prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h", "suffix": "x",
     "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto", "functions": [{"name": "f"}],
     "function_call": {"name": "f"}, "modalities": ["text", "audio"], "audio": {"format": "wav", "voice": "alloy"},
-    "prediction": {"type": "content", "content": "x"}, "moderation": {"model": "x"}, "web_search_options": {},
+    "moderation": {"model": "x"}, "web_search_options": {},
 }  # fmt: skip
 
 

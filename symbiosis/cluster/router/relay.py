@@ -131,7 +131,7 @@ class Relay:
         logger.info("a request leaves server %d: %s", self._flight.server, lost)
         if self._flight.why == "lost":
             self._view.suspect(self._flight.server)
-        if self._flight.why == "refused" and await self._view.works(self._flight.server):
+        if self._flight.why == "failed" and await self._view.works(self._flight.server):
             self._failures += 1
             wish = self._flight.wish
             self._flight.wish = replace(wish, failed_at=wish.failed_at | {self._flight.server})
@@ -140,7 +140,7 @@ class Relay:
     def _refuse(self, why: str) -> None:
         """Go elsewhere, unless servers that work have failed at it too often."""
         if self._failures < FAILURES - 1:
-            self._flight.why = "refused"
+            self._flight.why = "failed"
             raise Lost(why)
 
     def _move(self, why: str) -> None:
@@ -215,7 +215,7 @@ class Relay:
             if is_over:
                 return None
             answer.hand_over = partial(self._hand_over, answer, outlet)
-        self._flight.why = "refused"
+        self._flight.why = "failed"
         raise Lost("the stream ended too early")
 
     def _events(self, piece: bytes) -> Iterator[tuple[bytes, bytes]]:
