@@ -163,7 +163,7 @@ class ChatBody(Body, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     # HARMLESS
     parallel_tool_calls: bool | None = None
-    prediction: msgspec.Raw = msgspec.Raw()
+    prediction: dict[str, Any] | None = None
     # DEFAULTS
     tools: msgspec.Raw = msgspec.Raw()
     tool_choice: msgspec.Raw = msgspec.Raw()

@@ -64,7 +64,7 @@ def test_every_field_reaches_the_engine() -> None:
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 def test_what_changes_nothing_is_taken(name: str) -> None:
-    given: Any = {"metadata": {"a": "b"}, "parallel_tool_calls": True}.get(name, "x")
+    given: Any = {"metadata": {"a": "b"}, "parallel_tool_calls": True, "prediction": {"type": "content"}}.get(name, "x")
     assert getattr(chat(**{name: given}), name) == given
 
 
