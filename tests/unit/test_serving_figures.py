@@ -91,7 +91,8 @@ def test_prompts_and_what_is_found_of_them_are_counted() -> None:
 
 
 def test_a_tenant_pays_for_prompts_once_and_for_tokens_twice_as_much() -> None:
-    server = server_with(sequences(0, 10, most=3, completions=2, tenant="x"), sequences(1, 7, most=1, tenant="y"))
+    requests = sequences(0, 10, most=3, completions=2, tenant="x"), sequences(1, 7, most=1, tenant="y")
+    server = server_with(*requests, policy="vtc")
     while server.step():
         pass
     counters = server.scheduler._counters
@@ -355,7 +356,8 @@ def test_how_long_first_tokens_take_is_learned_from_those_that_begin_here() -> N
 
 
 def test_what_comes_and_what_begins_is_counted_for_deadlines() -> None:
-    server = server_with(sequences(0, 5, most=9), going_on(1), sequences(2, 5, completions=3), first_token_s=5.0)
+    requests = sequences(0, 5, most=9), going_on(1), sequences(2, 5, completions=3)
+    server = server_with(*requests, policy="abort", first_token_s=5.0)
     one = policy.Rate(5.0).after(0.0)
     assert server.scheduler._arrivals == one.after(2.0) and server.scheduler._begun == policy.Rate(5.0)
     server.step()

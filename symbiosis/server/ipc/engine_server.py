@@ -170,19 +170,18 @@ class EngineServer:
 
     def _submit(self, request: Request) -> None:
         with about_request(request.external_id):
-            self._try(request)
-
-    def _try(self, request: Request) -> None:
-        try:
-            self._engine.submit(request, self._on_output)
-            self._refused.pop(request.adapter, None)
-        except Exception as error:
-            self._open.pop(request.id, None)
-            message, status = _said(error)
-            if isinstance(error, AdapterError) and not isinstance(error, UnknownAdapter):
-                self._log_refusal(request.adapter, str(error))
-                status = HTTPStatus.INTERNAL_SERVER_ERROR  # what lies in the server's folder is not the client's fault
-            self._unsent.put(Refused(request.id, message, status, getattr(error, "param", None)))
+            try:
+                self._engine.submit(request, self._on_output)
+                self._refused.pop(request.adapter, None)
+            except Exception as error:
+                self._open.pop(request.id, None)
+                message, status = _said(error)
+                if isinstance(error, AdapterError) and not isinstance(error, UnknownAdapter):
+                    self._log_refusal(request.adapter, str(error))
+                    status = (
+                        HTTPStatus.INTERNAL_SERVER_ERROR
+                    )  # what lies in the server's folder is not the client's fault
+                self._unsent.put(Refused(request.id, message, status, getattr(error, "param", None)))
 
     def _log_refusal(self, adapter: str | None, why: str) -> None:
         """Log why an adapter is refused, once until it is served or refused for another reason."""

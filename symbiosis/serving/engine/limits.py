@@ -1,12 +1,16 @@
-"""What a request may ask for: one table, by which HTTP and the programs that use an engine are refused alike."""
+"""What a request may ask for: one table, and the check of a request by it, before it is queued. A request that cannot be served is told why."""
 
+from bisect import bisect_right
 from collections.abc import Sequence, Sized
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from symbiosis.errors import ConfigError
 from symbiosis.serving.request import Request, Sampling
+
+if TYPE_CHECKING:  # it imports torch, and the process that speaks HTTP does without
+    from symbiosis.serving.runner.model_runner import ModelRunner
 
 
 class Limit(NamedTuple):
@@ -83,7 +87,7 @@ def check_types(sampling: Sampling) -> None:
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     """Raise `Unfit` for what no engine does."""
     for name in ("stop_tokens", "logit_bias"):
-        if isinstance(held := getattr(sampling, name), Sized):
+        if (held := getattr(sampling, name)) and isinstance(held, Sized):
             check_count(name, len(held))
     check_types(sampling)
     for name in Sampling.__struct_fields__:
@@ -95,7 +99,8 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     check_tokens("logit_bias", tuple(sampling.logit_bias), vocabulary)
     for value in sampling.logit_bias.values():
         check_number("logit_bias", value, BIAS)
-    check_length("schema", len(sampling.schema or ""))
+    if sampling.schema is not None:
+        check_length("schema", len(sampling.schema))
 
 
 def check_count(name: str, count: int) -> None:
@@ -133,3 +138,50 @@ def check_chosen(request: Request, vocabulary: int) -> None:
             raise Unfit("chosen", f"has {have} tokens of a completion, and max_tokens={request.sampling.max_tokens}")
     for number in request.under_way:
         check_tokens("chosen", request.chosen_of(number), vocabulary)
+
+
+def most_tokens(served: "ModelRunner", piece: int | None, adapter_pages: int = 0) -> int:
+    """Return how many tokens a prompt and its answer may have together, beside an adapter of so many pages."""
+    pages = served.arena.pool.total - adapter_pages
+    counts = range(served.longest + 1)
+    return bisect_right(counts, pages, key=lambda count: served.blocks.needed_at_once(count, piece)) - 1
+
+
+def fitted(request: Request, virtual: int, adapter_pages: int, served: "ModelRunner", piece: int | None) -> Request:
+    """Return a request that may be shorter than it says with as many tokens as fit. The arguments are those of `check`."""
+    left = most_tokens(served, piece, adapter_pages) - virtual - len(request.prompt)
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=max(1, min(request.sampling.max_tokens, left)))
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
+def check(request: Request, virtual: int, adapter_pages: int, served: "ModelRunner", piece: int | None) -> None:
+    """Raise `ConfigError` if this server cannot do what is asked.
+
+    Args:
+        virtual: How many tokens the adapter puts in front.
+        adapter_pages: How many pages of the pool the adapter needs.
+        piece: Tokens of a prompt that are computed at a time; None if all are.
+    """
+    check_sampling(request.sampling, served.vocabulary)
+    check_number("completions", request.completions)
+    if not virtual + len(request.prompt):
+        raise Unfit("prompt", "is empty: give at least one token")
+    check_tokens("prompt", request.prompt, served.vocabulary)
+    if request.chosen or request.ended:
+        check_chosen(request, served.vocabulary)
+    sampling, whole = request.sampling, virtual + len(request.prompt) + request.sampling.max_tokens
+    if sampling.max_tokens < 1 and not request.prompt_logprobs:
+        raise Unfit("max_tokens", "must be at least 1, not 0")
+    if whole > served.longest:
+        raise Unfit(
+            "prompt",
+            f"of {virtual + len(request.prompt)} tokens and max_tokens={sampling.max_tokens} are {whole} together, and the model "
+            f"takes {served.longest}: shorten the prompt, or ask for fewer tokens",
+        )
+    pages = served.blocks.needed_at_once(whole, piece) + adapter_pages
+    if pages > served.arena.pool.total:
+        raise Unfit(
+            "prompt",
+            f"and its answer, {whole} tokens, take {pages} pages of the server's memory, which has {served.arena.pool.total}: ask for fewer "
+            "tokens, or give the server more memory",
+        )

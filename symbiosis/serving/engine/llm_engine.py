@@ -16,9 +16,9 @@ from symbiosis.client.from_executor import built
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.errors import ConfigError
 from symbiosis.serving.engine.engine_stats import EngineStats
+from symbiosis.serving.engine.limits import check, fitted, most_tokens
 from symbiosis.serving.engine.loop import Loop
 from symbiosis.serving.engine.reader import Completion, PartReader, Reader
-from symbiosis.serving.engine.request_check import check, fitted, most_tokens
 from symbiosis.serving.engine.request_state import RequestState
 from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.lora.adapter_cache import AdapterCache
@@ -115,9 +115,9 @@ class Engine:
         adapter = None if request.adapter is None else self._library.get(request.adapter)
         pages = 0 if adapter is None else self._residency.pages_of(adapter)
         needs = 0 if adapter is None else adapter.virtual, pages, self._served, self._scheduler.rules.piece
-        request = fitted(request, *needs)
+        if request.may_be_shorter:
+            request = fitted(request, *needs)
         check(request, *needs)
-        self._loop.check(request.id)  # before what costs something; begin() does so again
         if request.sampling.seed is None:
             drawn = msgspec.structs.replace(request.sampling, seed=randbits(63))
             request = msgspec.structs.replace(request, sampling=drawn)

@@ -68,41 +68,31 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
         self._thread.start()
 
-    def check(self, request: int) -> None:
-        """Raise `ConfigError` if there is no place for a further request, or if there is one of this number."""
-        if len(self._under_way) >= self._most:
-            raise ConfigError(f"the server has {self._most} requests already: try again later")
-        if request in self._under_way:
-            raise ConfigError(f"request {request} is under way already")
-
     def begin(self, job: RequestState) -> None:
+        """Begin a request. Raises `ConfigError` if there is no place for a further one, or if there is one of this number."""
+        id = job.request.id
         with self._awake:
-            self.check(job.request.id)
-            self._under_way.add(job.request.id)  # before the engine's thread, which takes no lock for it, can end it
-            self._coming[job.request.id] = job.sequences[0].uncomputed
-            try:
-                self.ask(lambda: self._begin(job))
-            except ConfigError:
-                self._under_way.discard(job.request.id)
-                del self._coming[job.request.id]
-                raise
+            if len(self._under_way) >= self._most:
+                raise ConfigError(f"the server has {self._most} requests already: try again later")
+            if id in self._under_way:
+                raise ConfigError(f"request {id} is under way already")
+            self.ask(lambda: self._begin(job))
+            self._under_way.add(id)
+            self._coming[id] = job.sequences[0].uncomputed
             self._begun += len(job.sequences)
 
     def cancel(self, request: int) -> None:
-        self._put(lambda: self._end(request, Finish.CANCELLED))
+        self.ask(lambda: self._end(request, Finish.CANCELLED), is_end=True)
 
     def stop(self, request: int, completion: int) -> None:
-        self._put(lambda: self._stop(request, completion))
+        self.ask(lambda: self._stop(request, completion), is_end=True)
 
-    def ask(self, do: Callable[[], None]) -> None:
-        """Call `do` between two steps, in the engine's thread. This does not wait for it."""
+    def ask(self, do: Callable[[], None], is_end: bool = False) -> None:
+        """Call `do` between two steps, in the engine's thread. This does not wait for it. Raises `ConfigError` if the engine is closed, unless
+        it ends something."""
         with self._awake:
-            if self._closing:
+            if self._closing and not is_end:
                 raise ConfigError("the engine is closed")
-            self._put(do)
-
-    def _put(self, do: Callable[[], None]) -> None:
-        with self._awake:
             self._messages.append(do)
             self._awake.notify()
 
@@ -242,7 +232,8 @@ class Loop:
         return None if is_over else job
 
     def _choose(self, step: SchedulerOutput) -> Chosen:
-        logits = _logits(self._served, self.jobs, step)
+        scores = any(segment.sequence.scores_prompt for segment in step.segments)
+        logits = _scored(self._served, self.jobs, step) if scores else self._served.forward(step)
         sequences = [segment.sequence for segment in step.segments if segment.chooses]
         allowed = {}
         for row, sequence in enumerate(sequences):
@@ -266,13 +257,26 @@ class Loop:
                 self._add(job, sequence, token, place + 1 - sequence.prompt_length, now)
 
     def _add(self, job: RequestState, sequence: Sequence, token: Token, produced: int, now: float) -> None:
-        self._time_token(job, sequence, now)
+        figures, before, finish = self.figures, job.told_at.get(sequence.completion), None
+        figures.generated_tokens += 1
+        if before is not None:
+            figures.between_tokens_s.observe(now - before)
+        elif sequence.is_first:
+            figures.first_token_s.observe(now - sequence.arrived)
+            self._count_prompt(job, sequence)
+        job.told_at[sequence.completion] = now
         if job.grammars and token.id not in self._served.ends:
             self.following.attempt(job, partial(job.grammars[sequence.completion].take, token.id))
             if job.failure:
                 self._end(job.request.id, Finish.ERROR, job.failure)
                 return
-        if (finish := _finish_of(job, sequence, token.id, produced, self._served.ends)) is not None:
+        sampling = job.request.sampling
+        is_last = token.id in sampling.stop_tokens or (token.id in self._served.ends and not sampling.ignore_eos)
+        if is_last or (job.grammars and job.grammars[sequence.completion].has_ended):
+            finish = Finish.STOP
+        elif produced >= sampling.max_tokens:
+            finish = Finish.LENGTH
+        if finish is not None:
             self._finish(job, sequence, (token,), finish)
         elif not job.tell(sequence.completion, (token,)):
             self._end(job.request.id, None)
@@ -327,16 +331,6 @@ class Loop:
         for request in list(self.jobs):
             self._end(request, finish, error)
 
-    def _time_token(self, job: RequestState, sequence: Sequence, now: float) -> None:
-        figures, before = self.figures, job.told_at.get(sequence.completion)
-        figures.generated_tokens += 1
-        if before is not None:
-            figures.between_tokens_s.observe(now - before)
-        elif sequence.is_first:
-            figures.first_token_s.observe(now - sequence.arrived)
-            self._count_prompt(job, sequence)
-        job.told_at[sequence.completion] = now
-
     def _count_prompt(self, job: RequestState, sequence: Sequence) -> None:
         if sequence.is_first:
             self.figures.queue_s.observe(sequence.began - sequence.arrived)
@@ -350,10 +344,8 @@ class Loop:
         self._scheduler.add(job.sequences)
 
 
-def _logits(served: ModelRunner, jobs: Mapping[int, RequestState], step: SchedulerOutput) -> Tensor:
-    """Return the logits of the rows that choose. Those of prompts whose log probabilities were asked for are computed with them."""
-    if not any(segment.sequence.scores_prompt for segment in step.segments):
-        return served.forward(step)
+def _scored(served: ModelRunner, jobs: Mapping[int, RequestState], step: SchedulerOutput) -> Tensor:
+    """Return the logits of the rows that choose. Those of prompts whose log probabilities were asked for are computed with them, and read."""
     rows: list[int] = []
     parts: list[tuple[ScheduledRequest, int, int]] = []
     for segment in step.segments:
@@ -369,14 +361,6 @@ def _logits(served: ModelRunner, jobs: Mapping[int, RequestState], step: Schedul
         if segment.sequence.scores_prompt:
             jobs[segment.sequence.request.id].read_prompt(segment, logits[start:end])
     return logits[[end - 1 for segment, _, end in parts if segment.chooses]]
-
-
-def _finish_of(job: RequestState, sequence: Sequence, token: int, produced: int, ends: frozenset[int]) -> Finish | None:
-    sampling = job.request.sampling
-    is_last = token in sampling.stop_tokens or (token in ends and not sampling.ignore_eos)
-    if is_last or (job.grammars and job.grammars[sequence.completion].has_ended):
-        return Finish.STOP
-    return Finish.LENGTH if produced >= sampling.max_tokens else None
 
 
 def _has_memory(device: torch.device) -> bool:

@@ -42,7 +42,7 @@ class RequestState:
                 output,
                 prompt_tokens=len(self.request.prompt),
                 cached_tokens=min(max(0, first.cached - first.virtual), len(self.request.prompt)),
-                prompt_logprobs=self._prompt_logprobs(),
+                prompt_logprobs=self._prompt_logprobs() if self.prompt else (),
                 begun=first.began,
             )
         try:
@@ -65,6 +65,4 @@ class RequestState:
             self.prompt |= {place + 1 - start: token for place, token in zip(told, found, strict=True)}
 
     def _prompt_logprobs(self) -> tuple[Token, ...]:
-        if not self.request.prompt_logprobs or not self.prompt:
-            return ()
         return tuple(self.prompt.get(place, Token(token)) for place, token in enumerate(self.request.prompt))

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from symbiosis.serving.kv_cache.block_manager import BlockManager
 from symbiosis.serving.scheduler import policy
 from symbiosis.serving.scheduler.pace import Pace
-from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
+from symbiosis.serving.scheduler.scheduler_output import BLOCK, ScheduledRequest, SchedulerOutput, Sequence
 from symbiosis.serving.serve_options import Policy
 
 PREFETCHED = 4  # adapters of the queue that are brought before their turn
@@ -101,9 +101,10 @@ class Scheduler:
     def add(self, sequences: list[Sequence]) -> None:
         """Add the completions of one request. The first one computes the prompt, and the others find it."""
         first, *others = sequences
-        if first.tenant not in self._of_tenant:
+        if self.rules.policy == "vtc" and first.tenant not in self._of_tenant:
             self._counters[first.tenant] = policy.lifted(self._counters, first.tenant, self._of_tenant)
-        if not first.has_begun:  # elsewhere: such streams count neither as coming nor as begun
+        # what has begun elsewhere counts neither as coming nor as begun
+        if self.rules.policy == "abort" and not first.has_begun:
             self._arrivals = self._arrivals.after(first.arrived)
         if self.waiting or any(each.uncomputed > 1 for each in self.running):
             self._pace.disturbed(first.arrived)
@@ -152,7 +153,8 @@ class Scheduler:
         if self.waiting and self._something_changed:
             self._something_changed = False
             self._admit(now)
-            self._prefetch(now)
+            if self.waiting:
+                self._prefetch(now)
         return self._compose(now)
 
     def gives_way(self, step: SchedulerOutput, now: float, coming: int) -> bool:
@@ -181,7 +183,8 @@ class Scheduler:
                 continue
             self._blocks.keep(sequence)
             if segment.chooses:
-                self._counters[sequence.tenant] += policy.OUTPUT_COST
+                if self.rules.policy == "vtc":
+                    self._counters[sequence.tenant] += policy.OUTPUT_COST
                 if segment.end == sequence.prompt_length and sequence.is_first:
                     self._takes = self._takes.after(now - sequence.began)
             if segment.end >= sequence.prompt_length:
@@ -212,6 +215,8 @@ class Scheduler:
         """Let sequences join. A tenant that was alone may run more than its share; what is beyond that gives way now, and so do long prompts to
         short ones."""
         self._join(now)
+        if not self.waiting:
+            return
         for sequence in policy.giving_way(self.running, self.waiting, self.rules.of_tenant):
             self._evict(sequence)
         if self._something_changed:
@@ -282,11 +287,12 @@ class Scheduler:
         return waiting
 
     def _begin(self, sequence: Sequence, now: float) -> None:
-        if not sequence.has_begun and not sequence.began:
-            self._begun = self._begun.after(now)
         if not sequence.began:
-            rows = sequence.brought - (0 if sequence.is_first else sequence.prompt_length)
-            self._counters[sequence.tenant] += policy.INPUT_COST * rows
+            if self.rules.policy == "abort" and not sequence.has_begun:
+                self._begun = self._begun.after(now)
+            if self.rules.policy == "vtc":
+                rows = sequence.brought - (0 if sequence.is_first else sequence.prompt_length)
+                self._counters[sequence.tenant] += policy.INPUT_COST * rows
             sequence.began, sequence.cached = now, sequence.computed
             self.counts.asked += sequence.prompt_length
             self.counts.found += sequence.computed
@@ -296,13 +302,13 @@ class Scheduler:
         already. Its adapter is brought only if there is room for the tokens, too. A text that is longer than the memory needs room for what
         its windows show at once."""
         to_fetch = not self._is_here(sequence)
-        if not to_fetch:
-            self._pin(sequence)
+        if not to_fetch and self._residency is not None and sequence.adapter is not None:
+            self._residency.pin(sequence.adapter)
         if not sequence.scores_prompt:  # nobody has kept the logits of what would be found
             self._blocks.find(sequence)
         upto, held = len(sequence.tokens), len(sequence.blocks) * self._blocks.layers
         pages = 0 if self._residency is None or sequence.adapter is None else self._residency.pages_of(sequence.adapter)
-        wanted = self._missing(sequence, upto)
+        wanted = self._blocks.needed(upto) - held
         if self._blocks.needed(upto) + pages > self._blocks.pool.total and self.rules.piece is not None:
             wanted = max(0, self._blocks.needed_at_once(upto, self.rules.piece) - held)
             upto = min(upto, sequence.computed + self.rules.piece)
@@ -319,12 +325,8 @@ class Scheduler:
     def _fetch(self, sequence: Sequence) -> bool:
         if self._residency is None or not self._residency.fetch(sequence.adapter):
             return False
-        self._pin(sequence)
+        self._residency.pin(sequence.adapter)
         return True
-
-    def _pin(self, sequence: Sequence) -> None:
-        if self._residency is not None and sequence.adapter is not None:
-            self._residency.pin(sequence.adapter)
 
     def _compose(self, now: float) -> SchedulerOutput | None:
         """Compose a step: one row of each sequence that decodes, and of prompts what the policy says. The oldest sequence gets room first, and
@@ -338,7 +340,13 @@ class Scheduler:
             count = wanted.get(sequence, 0) if sequence.uncomputed > 1 else 1
             if count and self._has_room(sequence, sequence.computed + count):
                 parts.append((sequence, count))
-        return _step(sorted(parts, key=lambda part: part[0].version), now)
+        segments: list[ScheduledRequest] = []
+        first = 0
+        for sequence, count in sorted(parts, key=lambda part: part[0].version):
+            chooses = sequence.computed + count == len(sequence.tokens)
+            segments.append(ScheduledRequest(sequence, first, count, sequence.computed, chooses))
+            first += count
+        return SchedulerOutput(tuple(segments), began=now) if segments else None
 
     def _sharer(self, sequence: Sequence) -> str:
         """Who shares a step's rows of prompts alike with others: tenants, if the policy is fair."""
@@ -353,7 +361,12 @@ class Scheduler:
         """Whether there is room for a sequence's first `upto` tokens. The newest sequences are evicted for it. It may itself be the
         newest, or evicted already."""
         while sequence in self.running:
-            if self._find_room(self._missing(sequence, upto)) and self._blocks.grow(sequence, upto):
+            held = len(sequence.blocks)
+            if upto <= held * BLOCK:
+                return True
+            if self._find_room(self._blocks.needed(upto) - held * self._blocks.layers) and self._blocks.grow(
+                sequence, upto
+            ):
                 return True
             self._evict(policy.newest(self.running))
         return False
@@ -365,9 +378,6 @@ class Scheduler:
         self._leave(sequence)
         self._wait(sequence)
         self.counts.evictions += 1
-
-    def _missing(self, sequence: Sequence, upto: int) -> int:
-        return max(0, self._blocks.needed(upto) - len(sequence.blocks) * self._blocks.layers)
 
     def _find_room(self, pages: int) -> bool:
         """Whether `BlockManager.grow` can get so many pages. Adapters that nothing uses now are evicted for it."""
@@ -391,13 +401,3 @@ class Scheduler:
 
 def _coming(sequence: Sequence) -> tuple[float, int, int]:
     return sequence.arrived, sequence.request.id, sequence.completion
-
-
-def _step(parts: list[tuple[Sequence, int]], began: float) -> SchedulerOutput | None:
-    segments: list[ScheduledRequest] = []
-    first = 0
-    for sequence, rows in parts:
-        chooses = sequence.computed + rows == len(sequence.tokens)
-        segments.append(ScheduledRequest(sequence, first, rows, sequence.computed, chooses))
-        first += rows
-    return SchedulerOutput(tuple(segments), began=began) if segments else None

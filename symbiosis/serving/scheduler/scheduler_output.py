@@ -40,43 +40,28 @@ class Sequence:
     began: float = 0.0  # when it joined the batch
     overtaken: int = 0  # by so many later ones, since there was no room for it, or since it gave way
     owed: float = 0.0  # rows of its prompt, since shorter ones were computed before it
+    tenant: str = field(init=False)
+    version: int = 0  # of its adapter; 0 is the base
+    virtual: int = (
+        0  # tokens that the adapter puts in front of the prompt. What stands for them in `tokens` means nothing
+    )
+    prompt_length: int = field(init=False)  # with those
+    brought: int = field(init=False)  # tokens that it came with: also those that another server is said to have chosen
+    is_first: bool = field(init=False)  # it computes its prompt for all completions of the request
+    scores_prompt: bool = field(init=False)  # ... and the log probabilities of the prompt's tokens
 
-    @property
-    def virtual(self) -> int:
-        """How many tokens the adapter puts in front of the prompt. What stands for them in `tokens` means nothing."""
-        return self.adapter.virtual if self.adapter else 0
-
-    @property
-    def version(self) -> int:
-        """The version of its adapter; 0 is the base."""
-        return self.adapter.version if self.adapter else 0
-
-    @property
-    def prompt_length(self) -> int:
-        return self.virtual + len(self.request.prompt)
-
-    @property
-    def brought(self) -> int:
-        """How many tokens it came with: also those that another server is said to have chosen."""
-        return self.prompt_length + len(self.request.chosen_of(self.completion))
+    def __post_init__(self) -> None:
+        request, self.tenant = self.request, self.request.tenant
+        if self.adapter is not None:
+            self.version, self.virtual = self.adapter.version, self.adapter.virtual
+        self.prompt_length = self.virtual + len(request.prompt)
+        self.brought = self.prompt_length + (len(request.chosen[self.completion]) if request.chosen else 0)
+        self.is_first = self.completion == (request.under_way[0] if request.ended else 0)
+        self.scores_prompt = request.prompt_logprobs and self.is_first
 
     @property
     def uncomputed(self) -> int:
         return len(self.tokens) - self.computed
-
-    @property
-    def tenant(self) -> str:
-        return self.request.tenant
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it computes its prompt for all completions of the request."""
-        return self.completion == (self.request.under_way[0] if self.request.ended else 0)
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether it computes the log probabilities of its prompt's tokens: one completion does so for all of its request."""
-        return self.request.prompt_logprobs and self.is_first
 
     @property
     def has_begun(self) -> bool:
