@@ -466,8 +466,8 @@ def test_the_place_of_a_request_that_is_over_at_once_is_free(engine: Engine, mon
     busy.outputs.get(timeout=60)
     ask = engine._loop.ask
 
-    def slowly(do: Callable[[], None]) -> None:
-        ask(do)
+    def slowly(do: Callable[[], None], is_end: bool = False) -> None:
+        ask(do, is_end)
         time.sleep(0.5)
 
     monkeypatch.setattr(engine._loop, "ask", slowly)

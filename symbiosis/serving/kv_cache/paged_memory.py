@@ -36,7 +36,7 @@ class PagedMemory:
     memory is a table of such rows, and one number finds a token's row, whatever rows the layer has.
 
     >>> arena = PagedMemory((KvShape(heads=2, key=8, value=8),), memory=1 << 16)
-    >>> arena.keys(0).shape, arena.key_rows(0, 1)
+    >>> arena.keys[0].shape, arena.key_rows(0, 1)
     (torch.Size([1024, 16]), 32)
     """
 
@@ -59,6 +59,9 @@ class PagedMemory:
             )
         self.pool = PagePool(pages)
         self.flat = _zeros(pages * self.page_elements, dtype, torch.device(device))
+        # for each layer, the whole memory as rows of its keys, and of its values
+        self.keys = tuple(self.flat.view(-1, layer.key_elements) for layer in layers)
+        self.values = tuple(self.flat.view(-1, layer.value_elements) for layer in layers)
         first, second = (
             [[of(layer, page) for layer in range(len(layers))] for of in (self.key_rows, self.value_rows)]
             for page in (0, 1)
@@ -69,13 +72,6 @@ class PagedMemory:
     @property
     def page_bytes(self) -> int:
         return self.page_elements * self.flat.element_size()
-
-    def keys(self, layer: int) -> Tensor:
-        """Return the whole memory as rows of this layer's keys."""
-        return self.flat.view(-1, self.layers[layer].key_elements)
-
-    def values(self, layer: int) -> Tensor:
-        return self.flat.view(-1, self.layers[layer].value_elements)
 
     def key_rows(self, layer: int, page: int) -> int:
         """Return the row of a page's first key."""

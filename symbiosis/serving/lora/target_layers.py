@@ -76,7 +76,6 @@ class TargetLayers:
         self._all = self._kept = Shares()  # of all rows, and of those whose logits are kept
         self._virtual: list[ScheduledRequest] = []  # that begin with virtual tokens
         served.before.append(self.begin)
-        served.embed, served.remember = self._embed, self._remember
 
     def add(self, adapter: LoadedAdapter) -> None:
         """Make the sites of an adapter."""
@@ -107,13 +106,15 @@ class TargetLayers:
             spans.append((segment.first, segment.rows, adapter))
             if segment.position < adapter.virtual:
                 self._virtual.append(segment)
-        kept_spans = spans if len(kept) == step.rows else _spans_of(kept.tolist(), spans)
+        served = self._served
+        served.embed, served.remember = (self._embed, self._remember) if self._virtual else (None, None)
+        kept_spans = spans if not spans or len(kept) == step.rows else _spans_of(kept.tolist(), spans)
         if self._runner is not None:
             is_plain = not self._virtual and all(adapter.packed is not None for _, _, adapter in spans)
             self._runner.begin(is_plain, self._runs(spans), self._runs(kept_spans))
-        self._all = self._shares(spans, step.rows)
-        if self._served.keeps_rows:
-            self._kept = self._shares(kept_spans, len(kept))
+        self._all = self._shares(spans, step.rows) if spans else Shares(step.rows)
+        if served.keeps_rows:
+            self._kept = self._shares(kept_spans, len(kept)) if spans else Shares(len(kept))
 
     def _runs(self, spans: Sequence[Span]) -> list[tuple[int, int, Any]]:
         """Return the runs of rows of one adapter that the kernels compute: the first row, how many, and where the adapter lies."""

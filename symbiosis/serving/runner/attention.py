@@ -5,9 +5,10 @@ of all decoding sequences are computed together, and each longer segment is comp
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,24 +33,20 @@ class _Now(threading.local):
 _now = _Now()
 
 
-class attending_by:
+@contextmanager
+def attending_by(attend: Attend) -> Iterator[None]:
     """In the block, models of this thread attend by `attend(module, q, k, v, how)`. Each of q, k and v is [1, heads, rows, size]; the
     result is [1, rows, heads, size]."""
-
-    def __init__(self, attend: Attend) -> None:
-        self._attend = attend
-
-    @property
-    def windows(self) -> frozenset[int]:
-        """Return beyond how many tokens this thread's last pass meant to mask."""
-        return _now.windows
-
-    def __enter__(self) -> Self:
-        _now.attend, _now.windows = self._attend, frozenset()
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    _now.attend, _now.windows = attend, frozenset()
+    try:
+        yield
+    finally:
         _now.attend = None
+
+
+def masked_windows() -> frozenset[int]:
+    """Return beyond how many tokens this thread's last pass meant to mask."""
+    return _now.windows
 
 
 def _attention(
@@ -152,8 +149,8 @@ class Together:
 
     def _gather_and_look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:
         of, (key_rows, value_rows), count = self._arena.layers[layer], self._seen, len(self._ends)
-        keys = self._arena.keys(layer).index_select(0, key_rows[layer])
-        values = self._arena.values(layer).index_select(0, value_rows[layer])
+        keys = self._arena.keys[layer].index_select(0, key_rows[layer])
+        values = self._arena.values[layer].index_select(0, value_rows[layer])
         q = query.index_select(1, self._which).view(query.shape[0], count, self._rows, -1).transpose(0, 1)
         k = keys.view(count, self._longest, of.heads, of.key).transpose(1, 2)
         v = values.view(count, self._longest, of.heads, of.value).transpose(1, 2)
@@ -229,8 +226,8 @@ class Lookup:
         """Write rows, [heads, rows, size], where the step's tokens have their places."""
         kernel = compiled(key.dtype) if key.device.type == "cpu" else None
         for memory, rows, where in (
-            (self._arena.keys(layer), key, self._written_keys[layer]),
-            (self._arena.values(layer), value, self._written_values[layer]),
+            (self._arena.keys[layer], key, self._written_keys[layer]),
+            (self._arena.values[layer], value, self._written_values[layer]),
         ):
             if kernel is None:
                 memory.index_copy_(0, where, rows.transpose(0, 1).flatten(1))

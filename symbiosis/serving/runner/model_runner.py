@@ -36,7 +36,7 @@ class ModelRunner(ABC):
     def __init__(self, model: nn.Module, layers: tuple[KvShape, ...], memory: int | float | None) -> None:
         self.model, self.config = model, text_config(model)
         self.before: list[Callable[[SchedulerOutput, Tensor], None]] = []
-        self.embed: Callable[[SchedulerOutput, Tensor], Tensor | None] = lambda step, ids: None
+        self.embed: Callable[[SchedulerOutput, Tensor], Tensor | None] | None = None
         self.remember: Callable[[int, Tensor, Tensor], None] | None = None
         self.gives_way: Callable[[SchedulerOutput], bool] = lambda step: False
         self.device, self.dtype = place_of(model)
@@ -75,7 +75,7 @@ class ModelRunner(ABC):
         if (fed := step.fed) is not None:
             ids[0, fed.rows] = fed.chosen[fed.sources].clamp(min=0)
         positions = torch.cat([torch.arange(segment.position, segment.end) for segment in step.segments])
-        embedded = self.embed(step, ids)
+        embedded = None if self.embed is None else self.embed(step, ids)
         words = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}
         return {**words, "position_ids": positions.unsqueeze(0).to(self.device)}
 

@@ -17,7 +17,7 @@ from symbiosis.kernels.paged_attention import How
 from symbiosis.offload.logit_check import PROBE, agree, logits_alone, probe_tokens, text_config
 from symbiosis.serving.kv_cache.paged_memory import KvShape
 from symbiosis.serving.request import Request
-from symbiosis.serving.runner.attention import NAME, Lookup, Tables, attending_by
+from symbiosis.serving.runner.attention import NAME, Lookup, Tables, attending_by, masked_windows
 from symbiosis.serving.runner.cuda_graph_runner import CudaGraphRunner, is_for
 from symbiosis.serving.runner.model_runner import GaveWay, ModelRunner
 from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
@@ -139,12 +139,12 @@ def _layers(model: nn.Module) -> tuple[KvShape, ...]:
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    with attending_by(look) as attending:
+    with attending_by(look):
         logits_alone(model, probe_tokens(model)[0])
     count = text_config(model).num_hidden_layers
     if sorted(seen) != list(range(count)):
         raise CannotBatch(f"{len(seen)} of its {count} layers attend by transformers' attention interface")
-    _check_windows(getattr(text_config(model), "layer_types", None) or (), seen, attending.windows)
+    _check_windows(getattr(text_config(model), "layer_types", None) or (), seen, masked_windows())
     return tuple(seen[layer] for layer in range(count))
 
 

@@ -74,9 +74,10 @@ def begin_choice(
         ids = ids.index_copy(0, which, _draw(scores[which], [sequences[row] for row in drawn]))
     ids = torch.where(best.isfinite(), ids, NONE)
     asked = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
-    tops = [sequences[row].request.sampling.logprobs for row in asked]
-    which = _there(asked, scores.device)
-    return Chosen(ids, _logprobs(logits[which], ids[which].clamp(min=0), tops) if asked else None, asked, tops)
+    if not asked:
+        return Chosen(ids, None, [], [])
+    tops, which = [sequences[row].request.sampling.logprobs for row in asked], _there(asked, scores.device)
+    return Chosen(ids, _logprobs(logits[which], ids[which].clamp(min=0), tops), asked, tops)
 
 
 def depends_on_tokens(sampling: Sampling) -> bool:
