@@ -31,7 +31,7 @@ test test-all: setup
 
 # What one runs all day: no test of these starts a process or takes long.
 test-fast: setup
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "$(CPU) and not alone and not long" tests/unit tests/inproc
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "$(CPU) and not full and not alone and not long" tests/unit tests/inproc
 
 test-soak: setup
 	$(PYTEST) -m soak

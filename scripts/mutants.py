@@ -53,7 +53,7 @@ RECORDED = (  # folders of which executed lines are noted
     "symbiosis/serving/engine", "symbiosis/serving/kv_cache", "symbiosis/serving/scheduler",
 )  # fmt: skip
 CACHE = ROOT / ".pytest_cache/mutants"
-MARKED = "not gpu and not multi_gpu and not ray and not soak and not alone and not long"
+MARKED = "not gpu and not multi_gpu and not ray and not soak and not full and not alone and not long"
 AT_ONCE = 2
 MOST_S = 20  # of tests that one mutant runs
 LEAST = 0.85

@@ -299,7 +299,7 @@ def test_pads_that_are_used_again_are_found(
     assert {"difference of two requests", "difference of two layers", "chi-square, any byte"} <= found
 
 
-@pytest.mark.parametrize("burned", [True, False])
+@pytest.mark.parametrize("burned", [pytest.param(True, marks=pytest.mark.full), False])
 def test_a_pad_file_that_gives_pads_out_again_is_found(
     burned: bool, public: PublicKnowledge, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -353,6 +353,7 @@ def test_a_model_all_of_whose_processes_died_is_still_known(api: openai.OpenAI, 
     assert ask(api, max_tokens=4, temperature=0).choices[0].text == wanted
 
 
+@pytest.mark.full
 @pytest.mark.fault
 @pytest.mark.parametrize("how", ["kill", pytest.param("drain", marks=pytest.mark.soak)])
 def test_an_answer_that_is_no_stream_goes_on_at_another_server(api: openai.OpenAI, running: Running, how: str) -> None:
@@ -472,6 +473,7 @@ def command(*words: str) -> "subprocess.CompletedProcess[str]":
     return run("cluster", *words, seconds=120, **os.environ)
 
 
+@pytest.mark.full
 def test_a_roll_says_how_far_it_is(api: openai.OpenAI, running: Running) -> None:
     told = command("roll", "--only", "demo-server-2").stdout
     assert re.fullmatch(r"1 of 1: demo-server-2 is replaced, after \d+ s\n1 process was replaced\n", told), told

@@ -141,7 +141,7 @@ def smallest_cell_s(plan: CallPlan, call: Call, pace: float) -> float:
     return plan.multiplications * pace / plan.grains[-1][1] / (plan.rows if call.by_rows else 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(wide_calls(st.integers(1, 500)), st.floats(1e-10, 1e-8))
 def test_a_turn_is_short_while_another_tenant_calls(call: Call, pace: float) -> None:
     """Whatever the call is: each turn takes about as long as it may, but for what a single cell takes."""
@@ -187,7 +187,7 @@ def test_a_turn_is_short_while_another_tenant_calls(call: Call, pace: float) -> 
     assert done == pytest.approx(plan.multiplications) and batcher.idle
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(wide_calls(st.integers(1, 500)), st.floats(1e-11, UNSEEN_S), st.floats(1e-11, 1e-9))
 def test_the_first_turn_is_short_though_nothing_of_its_kind_has_run(call: Call, pace: float, usual: float) -> None:
     """Whatever other calls have cost. What is learned of this one then makes the next ones longer, by and by."""

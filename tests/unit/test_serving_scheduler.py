@@ -644,7 +644,7 @@ def test_a_long_prompt_alone_takes_as_long_as_before() -> None:
     assert then == pytest.approx(best) and first <= 1.05 * best
 
 
-@pytest.mark.parametrize("prompt", [10, 37, 200, 500])
+@pytest.mark.parametrize("prompt", [pytest.param(10, marks=pytest.mark.full), 37, 200, 500])
 @pytest.mark.parametrize("policy", ["fcfs", "abort", "vtc"])
 def test_a_long_prompt_ends_however_many_shorter_ones_come(policy: Any, prompt: int) -> None:
     """More come than can be served. Steps that are given up are counted."""
