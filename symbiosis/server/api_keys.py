@@ -38,9 +38,8 @@ class Tenant:
     owed: float = 0.0  # tokens beyond what it may have, at `since`
     since: float = 0.0
 
-    def admit(self, requests: int, now: float, tokens: int = 0) -> "Admission":
-        """Count so many requests as under way, and their tokens as spent, until they end. Raises `ApiError` if that is too many, or if the
-        tenant owes tokens."""
+    def check(self, requests: int, now: float) -> None:
+        """Raise `ApiError` if so many more requests are too many, or if the tenant owes tokens."""
         if self.requests and requests > self.requests:
             raise wrong(f"this key may have {self.requests} requests under way, and this would be {requests}", "n")
         if self.requests and self.under_way + requests > self.requests:
@@ -49,26 +48,23 @@ class Tenant:
                 1.0,
                 "requests_of_key",
             )
-        self._pay(now)
+        if self.tokens_per_s:  # what is owed is paid as time passes; what is not used is kept for one second
+            self.owed = max(self.owed - (now - self.since) * self.tokens_per_s, -float(self.tokens_per_s))
+        self.since = now
         if self.tokens_per_s and self.owed > 0:
             message = f"this key may have {self.tokens_per_s} tokens per second"
             raise too_many(message, self.owed / self.tokens_per_s, "tokens_of_key")
+
+    def admit(self, requests: int, now: float, tokens: int = 0) -> "Admission":
+        """Count so many requests as under way, and their tokens as spent, until they end, if they may be."""
+        self.check(requests, now)
         self.under_way += requests
         self.spend(tokens)
         return Admission(self, requests, tokens)
 
-    def leave(self, requests: int) -> None:
-        self.under_way -= requests
-
     def spend(self, tokens: int) -> None:
         if self.tokens_per_s:
             self.owed += tokens
-
-    def _pay(self, now: float) -> None:
-        """Pay tokens back as time passes. What is not used is kept for one second."""
-        if self.tokens_per_s:
-            self.owed = max(self.owed - (now - self.since) * self.tokens_per_s, -float(self.tokens_per_s))
-        self.since = now
 
 
 class Admission:
@@ -98,44 +94,41 @@ class Admission:
 
     def keep(self, tokens: int) -> None:
         """Give back what was reserved beyond so many tokens."""
-        self._give_back(self._reserved - tokens)
+        if tokens < self._reserved:
+            self.tenant.spend(tokens - self._reserved)
+            self._reserved = tokens
 
     def end(self) -> None:
         """Give everything back. It may be called again."""
-        self._give_back(self._reserved)
-        self.tenant.leave(self._requests)
+        self.keep(0)
+        self.tenant.under_way -= self._requests
         self._requests = 0
         while self._at_end:
             self._at_end.pop()()
 
-    def _give_back(self, tokens: int) -> None:
-        if tokens > 0:
-            self._reserved -= tokens
-            self.tenant.spend(-tokens)
-
 
 class Keys:
     """The tenants of a file. Without a file everybody is the same nameless tenant.
+
+    Args:
+        processes: How many share the limits: this one has its part of each.
 
     >>> Keys(None).tenant(None).name
     ''
     """
 
     def __init__(
-        self, file: Path | None, clock: Callable[[], float] = time.monotonic, today: Callable[[], float] = time.time
-    ) -> None:
+        self, file: Path | None, clock: Callable[[], float] = time.monotonic, today: Callable[[], float] = time.time, processes: int = 1
+    ) -> None:  # fmt: skip
         self._file, self.clock, self._today = file, clock, today
+        self.are_needed, self._processes = file is not None, processes
         self._still_old = set[bytes]()  # keys of which was logged that they are still in use
         self._nobody = Tenant(may_change_adapters=True)
         self._tenants: dict[str, Tenant] = {}
         self._stamp: tuple[int, int] | None = None
         self._looked = clock()
         if file is not None:
-            self._tenants, self._stamp = read_keys(file), _stamp(file)
-
-    @property
-    def are_needed(self) -> bool:
-        return self._file is not None
+            self._tenants, self._stamp = self._read(file), _stamp(file)
 
     def tenant(self, authorization: str | None) -> Tenant:
         """Return the tenant that has this key. The key is compared with all, and each comparison takes the same time whatever is in it."""
@@ -183,9 +176,16 @@ class Keys:
             if (stamp := _stamp(self._file)) == self._stamp:
                 return
             self._stamp = stamp
-            self._take(read_keys(self._file))
+            self._take(self._read(self._file))
         except (ConfigError, OSError) as error:
             logger.warning("the API keys stay as they were: %s", error)
+
+    def _read(self, file: Path) -> dict[str, Tenant]:
+        read = read_keys(file)
+        for tenant in read.values():
+            tenant.requests = part_of(tenant.requests, self._processes)
+            tenant.tokens_per_s = part_of(tenant.tokens_per_s, self._processes)
+        return read
 
     def _take(self, read: dict[str, Tenant]) -> None:
         """Take over what was read. A tenant keeps the requests that it has under way."""
@@ -198,6 +198,15 @@ class Keys:
                 read[name] = old
         self._tenants = read
         logger.info("the API keys were read again: %d", len(read))
+
+
+def part_of(limit: int, processes: int) -> int:
+    """Return what each of some processes may let in, so that all of them keep a limit together. 0 is none.
+
+    >>> part_of(7, 2), part_of(1, 2), part_of(0, 2)
+    (3, 1, 0)
+    """
+    return max(1, limit // processes) if limit else 0
 
 
 def read_keys(file: Path) -> dict[str, Tenant]:

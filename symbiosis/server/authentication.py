@@ -19,10 +19,13 @@ class Authentication:
         host: Where it listens.
         allowed_hosts: Names by which it is asked for. By default, any where keys are needed, which no page of another site knows; else those
             of this host.
+        processes: How many keep the limits of keys together.
     """
 
-    def __init__(self, api_keys: str | None, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = ()) -> None:
-        self.keys = Keys(Path(api_keys) if api_keys else None)
+    def __init__(
+        self, api_keys: str | None, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = (), processes: int = 1
+    ) -> None:
+        self.keys = Keys(Path(api_keys) if api_keys else None, processes=processes)
         self.hosts = Hosts(host, allowed_hosts or ("*" if api_keys else ()))
 
     def tenant(self, request: Request) -> Tenant:
@@ -36,7 +39,7 @@ class Authentication:
     def asking(self, request: Request) -> Tenant:
         """Return who asks for a completion. Raises `ApiError` before the body is read if this tenant may have none now."""
         tenant = self.tenant(request)
-        tenant.admit(1, self.keys.clock()).end()
+        tenant.check(1, self.keys.clock())
         return tenant
 
     def administrator(self, request: Request) -> None:

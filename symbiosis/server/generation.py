@@ -112,7 +112,7 @@ class Generation:
             self.most_tokens += request.sampling.max_tokens * len(request.under_way)
         self._record.choices, self._record.prompt_tokens = max(1, self.completions), self.prompt_tokens
         self.requests = [request for request in requests if request.under_way]
-        self.prompt_logprobs = sum(map(_prompt_logprobs, self.requests))
+        self.prompt_logprobs = sum(_prompt_logprobs(each) for each in self.requests if each.prompt_logprobs)
         self._open = {request.id: self._open[request.id] for request in self.requests}
 
     def begin(self) -> None:
@@ -211,8 +211,8 @@ class Generation:
 
     def let_go(self, delta: Delta) -> None:
         """Give back the room of log probabilities that wait no more."""
-        if self.held is not None:
-            self.held.give_back(_logprobs(delta.tokens))
+        assert self.held is not None
+        self.held.give_back(_logprobs(delta.tokens))
 
     def _fail(self, failure: ApiError) -> None:
         self._failure = failure
@@ -226,6 +226,6 @@ def _logprobs(tokens: Sequence[Token]) -> int:
 def _prompt_logprobs(request: Request) -> int:
     """Return how many log probabilities of its prompt a request is told. Who goes on with completions elsewhere was told them there."""
     others = request.sampling.logprobs
-    if others is None or not request.prompt_logprobs or all(map(request.chosen_of, request.under_way)):
+    if others is None or all(map(request.chosen_of, request.under_way)):
         return 0
-    return len(request.prompt) * (1 + others)
+    return len(request.prompt) * (1 + max(0, others))

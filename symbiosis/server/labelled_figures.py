@@ -46,7 +46,9 @@ class Labelled(Generic[Made]):
 
     def label(self, key: Key) -> Key:
         """Return the label under which this one is counted. It counts as a use."""
-        self._forget()
+        while len(self._used) > MOST_KNOWN or self._clock() - self._halved > HALVED_EVERY_S:
+            self._halved = self._clock()
+            self._used = Counter({each: count // 2 for each, count in self._used.items() if count > 1})
         self._used[key] += 1
         if key not in self.shown and key not in self._pinned and len(named := self.named) >= self._most:
             least = min(named, key=self._used.__getitem__)
@@ -62,8 +64,3 @@ class Labelled(Generic[Made]):
         """Forget a label: what it stood for is gone."""
         self.shown.pop(key, None)
         self._used.pop(key, None)
-
-    def _forget(self) -> None:
-        while len(self._used) > MOST_KNOWN or self._clock() - self._halved > HALVED_EVERY_S:
-            self._halved = self._clock()
-            self._used = Counter({key: count // 2 for key, count in self._used.items() if count > 1})

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.bodies import until_hung_up
 from symbiosis.server.generation import Delta, Generation
-from symbiosis.server.openai_protocol import Continuation
+from symbiosis.server.openai_protocol import Continuation, StreamOptions
 from symbiosis.server.response_format import Words, counted, usage
 from symbiosis.server.sse import EVENTS, JSON, SseWriter
 
@@ -54,18 +54,20 @@ class Stream(LongReply):
     """An answer as events, one for whatever a choice has gained since the last one.
 
     Args:
-        wants_usage: At the end; `tells_usage`: in each event, that of its choice so far, as vLLM does.
+        options: Whether the usage is told at the end, and in each event that of its choice so far, as vLLM does.
         before: What another server has told of it.
     """
 
     def __init__(
-        self, generation: Generation, words: Words, done: Callable[[], None], wants_usage: bool,
-        before: Continuation | None = None, tells_usage: bool = False,
+        self, generation: Generation, words: Words, done: Callable[[], None], options: StreamOptions | None = None,
+        before: Continuation | None = None,
     ) -> None:  # fmt: skip
         super().__init__(generation, words, done)
-        self._wants_usage, self._tells_usage, self._begun = wants_usage, tells_usage, False
+        self._wants_usage = bool(options and options.include_usage)
+        self._tells_usage = bool(self._wants_usage and options and options.continuous_usage_stats)
+        self._begun = False
         self._tells_tokens, self._opened = before is not None, before.opened if before else 0
-        self._frame = words.frame(wants_usage)
+        self._frame = words.frame(self._wants_usage)
         self._is_light = not words.logprobs and generation.choices <= FEW
 
     async def _answer(self, outlet: SseWriter) -> None:
@@ -94,6 +96,7 @@ class Stream(LongReply):
         return False
 
     async def _begin(self, outlet: SseWriter) -> None:
+        """Begin the stream with what comes before all tokens."""
         if not self._begun:
             self._begun = True
             await outlet.start(EVENTS)
@@ -104,7 +107,8 @@ class Stream(LongReply):
         """Return the event of what a choice has gained."""
         tokens = told_tokens(delta) if self._tells_tokens else b""
         told = tokens + self._event(self._words.part(delta), delta.so_far)
-        self._generation.let_go(delta)
+        if self._generation.held is not None:
+            self._generation.let_go(delta)
         return told
 
     def _event(self, choice: dict[str, Any], so_far: int) -> bytes:

@@ -55,7 +55,7 @@ class Observer:
 
         async def observed(scope: Scope, receive: Receive, send: Send) -> None:
             record = begin(scope["headers"])
-            record.on_token, record.on_end = self._first_token, self._ended
+            record.observe = self._observe
             is_traced = self._tracing is not None and scope["path"].startswith("/v1/")
             span = self._tracing.begin(record, scope) if self._tracing and is_traced else None
 
@@ -100,18 +100,15 @@ class Observer:
         if told := self._untold.pop(kind):
             self._log(kind, told)
 
-    def _first_token(self, record: RequestRecord) -> None:
-        for series in self._of(record):
-            series.first_token_s.observe(record.first - record.came)
-
-    def _ended(self, record: RequestRecord) -> None:
-        for series in self._of(record):
+    def _observe(self, record: RequestRecord, is_over: bool) -> None:
+        """Count how long a request took until its first token, or its last."""
+        for series in (self.tenants.of((record.tenant,)), self.adapters.of((record.model, record.adapter))):
+            if not is_over:
+                series.first_token_s.observe(record.first - record.came)
+                continue
             series.whole_s.observe(record.last - record.came)
-            if record.token_s is not None:
-                series.token_s.observe(record.token_s)
-
-    def _of(self, record: RequestRecord) -> tuple[Series, Series]:
-        return self.tenants.of((record.tenant,)), self.adapters.of((record.model, record.adapter))
+            if record.count > record.choices:
+                series.token_s.observe((record.last - record.first) / (record.count / record.choices - 1))
 
 
 def _path(scope: Scope) -> str:

@@ -63,7 +63,7 @@ def make_app(front: ServingState) -> ASGIApp:
 
 async def completions(front: ServingState, request: Request) -> ASGIApp:
     tenant = front.asking(request)
-    data = await front.body(request)
+    data = await front.bodies.read(request, front.options.max_body_bytes)
     body = openai_protocol.read(openai_protocol.CompletionBody, data)
     if body.max_tokens == 0 and not body.echo:
         raise wrong("max_tokens=0 goes with echo=true", "max_tokens")
@@ -80,7 +80,7 @@ def _completion(
 ) -> tuple[Words, Generation]:
     prompts = [front.prompts.tokens(each) for each in given]
     most = front.tokens_for(prompts, body.max_tokens, 16, "max_tokens")
-    sampling = openai_protocol.sampling_of(body, most, body.logprobs, front.remote.welcome.vocabulary)
+    sampling = openai_protocol.sampling_of(body, most, body.logprobs)
     # without a token to make, only the prompt is computed
     scored = bool(body.echo) and (body.logprobs is not None or most == 0)
     generation = front.generation(admission, body, prompts, sampling, scored)
@@ -99,7 +99,7 @@ def _completion(
 
 async def chat(front: ServingState, request: Request) -> ASGIApp:
     tenant = front.asking(request)
-    data = await front.body(request)
+    data = await front.bodies.read(request, front.options.max_body_bytes)
     body = openai_protocol.read(openai_protocol.ChatBody, data)
     most = front.remote.welcome.most_tokens if body.wanted is None else body.wanted
     with front.admitted(tenant, body, 1, most) as admission:
@@ -111,7 +111,7 @@ def _chat(front: ServingState, admission: Admission, body: openai_protocol.ChatB
     prompts = [front.prompts.of_chat(body.messages, body.template_options)]
     most = front.tokens_for(prompts, body.wanted, None, "max_completion_tokens")
     tops = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = openai_protocol.sampling_of(body, most, tops, front.remote.welcome.vocabulary)
+    sampling = openai_protocol.sampling_of(body, most, tops)
     words = ChatWords(body.model, front.tokenizer, bool(body.logprobs))
     if body.continuation is not None:
         words.go_on(body.continuation)
@@ -123,14 +123,15 @@ def _reply(
 ) -> ASGIApp:
     """Begin a generation, and return the answer, which ends it and what it was admitted with."""
     front.check_room(admission.tenant, len(generation.requests), generation.completions)
-    front.hold(generation.prompt_logprobs, admission)
+    if generation.prompt_logprobs:
+        front.hold(generation.prompt_logprobs, admission)
     admission.tenant.spend(generation.prompt_tokens + generation.completion_tokens)
     admission.keep(generation.most_tokens)
     if words.logprobs:
         front.hold_as_they_come(generation, admission)
     generation.begin()
-    if body.is_streamed:
-        return Stream(generation, words, admission.end, body.wants_usage, body.continuation, body.tells_usage)
+    if body.stream:
+        return Stream(generation, words, admission.end, body.stream_options, body.continuation)
     return LongReply(generation, words, admission.end)
 
 
@@ -173,7 +174,7 @@ def _told(front: ServingState, name: str) -> dict[str, Any]:
 
 async def load_adapter(front: ServingState, request: Request) -> ASGIApp:
     front.administrator(request)
-    body = openai_protocol.decoded(LoadBody, await front.body(request))
+    body = openai_protocol.decoded(LoadBody, await front.bodies.read(request, front.options.max_body_bytes))
     _check_name(front, body.lora_name)
     path = _within(front, body.lora_path)
     if not body.load_inplace:
@@ -184,7 +185,7 @@ async def load_adapter(front: ServingState, request: Request) -> ASGIApp:
 
 async def unload_adapter(front: ServingState, request: Request) -> ASGIApp:
     front.administrator(request)
-    body = openai_protocol.decoded(UnloadBody, await front.body(request))
+    body = openai_protocol.decoded(UnloadBody, await front.bodies.read(request, front.options.max_body_bytes))
     await front.remote.ask(type(None), "remove", body.lora_name)
     return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -5,21 +5,19 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from symbiosis.server.api_errors import ApiError, wrong
 from symbiosis.server.json_costs import Most
-from symbiosis.server.openai_fields import OF_TEMPLATE, check_default
+from symbiosis.server.openai_fields import DEFAULTS, OF_TEMPLATE, check_default
 from symbiosis.serving.engine.limits import (
     COUNTS,
-    LIMITS,
     Unfit,
     check_count,
     check_length,
     check_number,
-    check_sampling,
 )
 from symbiosis.serving.request import Sampling
 
@@ -76,15 +74,20 @@ class Continuation(msgspec.Struct, forbid_unknown_fields=True):
         return {prompt: tuple(those) for prompt, those in ended.items()}
 
 
+Whole = Annotated[
+    int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)
+]  # as it travels to the engine, which knows what it may be
+
+
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that both kinds of completions have."""
 
     model: str
     max_tokens: int | None = None
-    min_tokens: int | None = None
+    min_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -93,7 +96,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Whole] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -126,25 +129,12 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def completions(self) -> int:
         return 1 if self.n is None else self.n
 
-    @property
-    def wants_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def tells_usage(self) -> bool:
-        """Whether each event of a stream is to tell the usage so far."""
-        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    @property
-    def is_streamed(self) -> bool:
-        return bool(self.stream)
-
 
 class CompletionBody(Body, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: msgspec.Raw = msgspec.Raw()  # of DEFAULTS
@@ -156,7 +146,7 @@ class ChatBody(Body, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # OF_TEMPLATE
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -260,9 +250,15 @@ AS_ASKED = {
     "ended": "continuation",
     "id": "continuation",
     "schema": "response_format",
+    "completions": "n",
 }  # what the API calls the engine's fields
-AS_CHAT = {**AS_ASKED, "prompt": "messages"}
-AS_CHECKED = {"max_completion_tokens": "max_tokens", "n": "completions", "top_logprobs": "logprobs"}
+AS_CHAT = {**AS_ASKED, "prompt": "messages", "logprobs": "top_logprobs"}
+SIZES = {
+    "n": "completions",
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "seed": "seed",
+}  # checked here, as the engine calls them
 
 
 @contextmanager
@@ -275,18 +271,22 @@ def refusing(names: dict[str, str] = AS_ASKED) -> Iterator[None]:
         raise wrong(f"{name} {unfit.problem}", name) from None
 
 
-def _check(body: Body) -> None:
-    for name in body.__struct_fields__:
-        value = getattr(body, name)
-        if isinstance(value, msgspec.Raw):
-            check_default(name, value)
-        elif value is None or isinstance(value, bool) or (name == "top_k" and value == -1):
-            continue
-        elif (checked := AS_CHECKED.get(name, name)) in LIMITS:
+def check_sizes(body: Any) -> None:
+    """Check the numbers by which a request is counted before the engine has seen it."""
+    for name, checked in SIZES.items():
+        if (value := getattr(body, name, None)) is not None:
             with refusing({checked: name}):
                 check_number(checked, value)
+
+
+def _check(body: Body) -> None:
+    """Check the shape of a body: what belongs together, and how much there is. What numbers mean is the engine's to check."""
+    check_sizes(body)
+    for name in DEFAULTS:
+        if given := getattr(body, name, None):
+            check_default(name, given)
     with refusing():
-        _check_sizes(body)
+        _check_counts(body)
     if body.stream_options is not None:
         _check_stream(body, body.stream_options)
     if (
@@ -297,10 +297,10 @@ def _check(body: Body) -> None:
         raise wrong("response_format: a json_schema goes with the type json_schema", "response_format")
     if body.continuation is not None and not (body.stream and body.seed is not None):
         raise wrong("a continuation goes with stream=true and a seed", "continuation")
-    if isinstance(body, CompletionBody):
-        _check_completion(body)
     if isinstance(body, ChatBody):
         _check_chat(body)
+    elif isinstance(body, CompletionBody) and body.best_of is not None and body.best_of != body.completions:
+        raise wrong("best_of is not supported beyond n: ask for n completions, and choose yourself", "best_of")
 
 
 def _check_stream(body: Body, options: StreamOptions) -> None:
@@ -311,14 +311,17 @@ def _check_stream(body: Body, options: StreamOptions) -> None:
     check_default("include_obfuscation", options.include_obfuscation)
 
 
-def _check_sizes(body: Body) -> None:
+def _check_counts(body: Body) -> None:
     """Raise `Unfit` for more, or longer, than there may be. Nothing here depends on the sizes: it comes before all that does."""
-    check_count("stop", len(body.stops))
-    for stop in body.stops:
-        check_length("stop", len(stop))
-    check_count("stop_tokens", len(body.stop_token_ids or ()))
-    check_count("logit_bias", len(body.logit_bias or ()))
-    check_count("metadata", len(body.metadata or ()))
+    if body.stop:
+        check_count("stop", len(body.stops))
+        for stop in body.stops:
+            check_length("stop", len(stop))
+    for name in ("logit_bias", "metadata"):
+        if given := getattr(body, name):
+            check_count(name, len(given))
+    if body.stop_token_ids:
+        check_count("stop_tokens", len(body.stop_token_ids))
     if body.response_format and body.response_format.json_schema:
         check_length("schema", len(str(bytes(body.response_format.json_schema.schema), errors="replace")))
     if body.continuation is not None:
@@ -329,11 +332,6 @@ def _check_sizes(body: Body) -> None:
 
 def _parts(message: dict[str, Any]) -> int:
     return max(1, len(content)) if isinstance(content := message.get("content"), list) else 1
-
-
-def _check_completion(body: CompletionBody) -> None:
-    if body.best_of is not None and body.best_of != body.completions:
-        raise wrong("best_of is not supported beyond n: ask for n completions, and choose yourself", "best_of")
 
 
 def _check_chat(body: ChatBody) -> None:
@@ -351,35 +349,24 @@ def _check_chat(body: ChatBody) -> None:
         raise wrong("messages is empty", "messages")
 
 
-def sampling_of(body: Body, max_tokens: int, logprobs: int | None, vocabulary: int) -> Sampling:
-    """Return how the engine is to choose tokens."""
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        min_tokens=body.min_tokens or 0,
-        temperature=_given(body.temperature, 1.0),
-        top_p=_given(body.top_p, 1.0),
-        top_k=max(_given(body.top_k, 0), 0),
-        min_p=_given(body.min_p, 0.0),
-        seed=body.seed if body.seed is not None else secrets.randbits(63),
-        stop_tokens=tuple(dict.fromkeys(body.stop_token_ids or ())),
-        ignore_eos=bool(body.ignore_eos),
-        logprobs=logprobs,
-        logit_bias=_bias(body.logit_bias or {}),
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
-        schema=_schema(body.response_format),
-    )
-    with refusing():
-        check_sampling(sampling, vocabulary)
-    return sampling
+SAME = tuple(
+    name for name in Sampling.__struct_fields__ if name in Body.__struct_fields__
+)  # by one name here and in the engine
 
 
-Number = TypeVar("Number", int, float)
-
-
-def _given(value: Number | None, default: Number) -> Number:
-    return default if value is None else value
+def sampling_of(body: Body, max_tokens: int, logprobs: int | None) -> Sampling:
+    """Return how the engine is to choose tokens. It checks what is asked for."""
+    told = {name: value for name in SAME if (value := getattr(body, name)) is not None}
+    if told.get("top_k") == -1:
+        told["top_k"] = 0
+    if body.logit_bias:
+        told["logit_bias"] = _bias(body.logit_bias)
+    if body.stop_token_ids:
+        told["stop_tokens"] = tuple(dict.fromkeys(body.stop_token_ids))
+    if body.response_format is not None:
+        told["schema"] = _schema(body.response_format)
+    told.setdefault("seed", secrets.randbits(63))
+    return Sampling(**{**told, "max_tokens": max_tokens, "logprobs": logprobs})
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
@@ -389,8 +376,8 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
     return {int(name): value for name, value in given.items()}
 
 
-def _schema(wanted: ResponseFormat | None) -> str | None:
-    if wanted is None or wanted.type == "text":
+def _schema(wanted: ResponseFormat) -> str | None:
+    if wanted.type == "text":
         return None
     if wanted.type == "json_object":
         return '{"type":"object"}'

@@ -21,7 +21,7 @@ class RequestRecord:
     """What is known of a request so far. Times are those of the host's monotonic clock.
 
     Args:
-        on_token, on_end: Called at the first token, and when all completions have finished.
+        observe: Called at the first token, and, with true, when all completions have finished.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -40,8 +40,7 @@ class RequestRecord:
     first: float = 0.0  # its first token
     last: float = 0.0
     count: int = 0  # tokens
-    on_token: "Callable[[RequestRecord], None] | None" = None
-    on_end: "Callable[[RequestRecord], None] | None" = None
+    observe: "Callable[[RequestRecord, bool], None] | None" = None
 
     def refuse(self, status: int, reason: str, message: str) -> None:
         """Note why it is not answered as it was asked."""
@@ -56,24 +55,14 @@ class RequestRecord:
         self.begun = self.begun or begun
         if not self.first:
             self.first = self.last
-            if self.on_token is not None:
-                self.on_token(self)
+            if self.observe is not None:
+                self.observe(self, False)
 
     def end(self) -> None:
         """Note that all of its completions have finished."""
         self.last = time.monotonic()
-        if self.on_end is not None:
-            self.on_end(self)
-
-    @property
-    def token_s(self) -> float | None:
-        """The time per output token after the first one; None if there is no such token.
-
-        >>> RequestRecord(first=1.0, last=3.0, count=10, choices=2).token_s
-        0.5
-        """
-        after = self.count / self.choices - 1
-        return (self.last - self.first) / after if after > 0 else None
+        if self.observe is not None:
+            self.observe(self, True)
 
 
 _record: ContextVar[RequestRecord | None] = ContextVar("record", default=None)

@@ -90,16 +90,6 @@ class ServingState(Authentication):
         in_flight = max(found.running + found.waiting, self._prepared + self.remote.completions)
         return msgspec.structs.replace(found, waiting=in_flight - found.running)
 
-    async def body(self, request: HttpRequest) -> bytes:
-        """Return the whole body of a request, if it is not too large and comes in time."""
-        return await self.bodies.read(request, self.options.max_body_bytes)
-
-    def adapter(self, model: str) -> str | None:
-        """Return the engine's name for an adapter. None is the base."""
-        if not model or len(model) > 256:
-            raise unknown_model(model, [self.options.model])
-        return None if model == self.options.model else model
-
     @contextmanager
     def admitted(self, tenant: Tenant, body: Body, prompts: int, tokens: int) -> Iterator[Admission]:
         """Let a request in, by what is cheap to know of it. If what follows fails, it has never been there.
@@ -157,8 +147,6 @@ class ServingState(Authentication):
                 "or ask for fewer of each token",
                 "prompt",
             )
-        if not prompt_logprobs:
-            return
         held = Lease(self._prompt_logprobs, admission.tenant.name)
         if not held.take(prompt_logprobs):
             raise ApiError(
@@ -220,15 +208,17 @@ class ServingState(Authentication):
         prompt_logprobs: bool,
     ) -> Generation:
         """Return a generation that has not begun. To go on with a long one takes long."""
-        before, record = body.continuation, this_request()
+        before, record, model = body.continuation, this_request(), body.model
+        if not model or len(model) > 256:
+            raise unknown_model(model, [self.options.model])
         record.model, record.adapter, record.sampling = self.options.model, body.model, sampling
         ended = before.ended_of(body.completions) if before else {}
         requests = [
             Request(
-                id=self.remote.next_id(),
+                id=next(self.remote.ids),
                 prompt=prompt,
                 sampling=sampling,
-                adapter=self.adapter(body.model),
+                adapter=None if model == self.options.model else model,
                 tenant=admission.tenant.name,
                 completions=body.completions,
                 prompt_logprobs=prompt_logprobs,
@@ -239,11 +229,14 @@ class ServingState(Authentication):
             )
             for number, prompt in enumerate(prompts)
         ]
-        with refusing():
-            for request in [each for each in requests if each.under_way]:
-                check_chosen(request, self.remote.welcome.vocabulary)
+        if before is not None:  # text is made of its tokens before the engine has seen them
+            with refusing():
+                for request in [each for each in requests if each.under_way]:
+                    check_chosen(request, self.remote.welcome.vocabulary)
         stops = [Stop(each) for each in body.stops]
         names = AS_CHAT if isinstance(body, ChatBody) else AS_ASKED
+        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+            names = {**names, "max_tokens": "max_completion_tokens"}
         special, keeps = body.skip_special_tokens is False, bool(body.include_stop_str_in_output)
         silent = () if keeps else sampling.ending(self.remote.welcome.ends)
 

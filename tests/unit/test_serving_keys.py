@@ -89,11 +89,25 @@ def test_with_a_key_any_page_may_ask(file: Path) -> None:
 
 def test_a_tenant_has_so_many_requests_under_way() -> None:
     tenant = Tenant("anna", requests=2)
-    tenant.admit(2, now=0.0)
+    first, _ = tenant.admit(1, now=0.0), tenant.admit(1, now=0.0)
     with refused(429):
         tenant.admit(1, now=0.0)
-    tenant.leave(1)
+    first.end()
     tenant.admit(1, now=0.0)
+
+
+def test_processes_keep_the_limits_of_a_key_together(file: Path) -> None:
+    write_secret(file, "anna sk-anna-1234 requests=4\nbert sk-bert-1234 tokens_per_s=100\n")
+    front_ends = [Keys(file, Clock(), processes=2) for _ in range(2)]
+    for keys in front_ends:
+        anna, bert = keys.tenant("Bearer sk-anna-1234"), keys.tenant("Bearer sk-bert-1234")
+        for _ in range(2):
+            anna.admit(1, now=0.0)
+        bert.admit(1, now=0.0, tokens=50)
+        for tenant, now in ((anna, 0.0), (bert, 0.9)):
+            with refused(429):
+                tenant.admit(1, now)
+        bert.admit(1, now=1.1)
 
 
 def test_what_a_tenant_can_never_have_is_not_to_be_tried_again() -> None:

@@ -42,7 +42,7 @@ async def _given_to_two(first: list[ApiError], second: list[Output | ApiError]) 
         else:
             raise IndexError("string index out of range")
 
-    takers = {remote.next_id(): broken, remote.next_id(): second.append}
+    takers = {next(remote.ids): broken, next(remote.ids): second.append}
     for id, take in takers.items():
         remote.submit(Request(id=id, prompt=(1,), sampling=Sampling(max_tokens=1)), take)
     outputs = [Output(request=id, tokens=(Token(1),), finish=Finish.LENGTH) for id in takers]

@@ -198,9 +198,7 @@ def test_series_of_an_adapter_go_with_it(tmp_path: Path) -> None:
 
     async def ask() -> None:
         async with http(one) as web:
-            record = RequestRecord(
-                tenant="", model="m", adapter="mine", on_token=one.observer._first_token, on_end=one.observer._ended
-            )
+            record = RequestRecord(tenant="", model="m", adapter="mine", observe=one.observer._observe)
             record.tokens(3)
             record.end()
             name = "symbiosis_cluster_adapter_time_to_first_token_seconds_count"

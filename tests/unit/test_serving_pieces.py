@@ -114,7 +114,7 @@ def streaming(remote: Remote, tokens: int, choices: int = 1, knows_connection: b
         words = CompletionWords("demo", tokenizer, False, [], [(65,)], choices)
         if not knows_connection:
             del scope["state"]["connection"]
-        await Stream(generation, words, lambda: None, False)(scope, receive, send)
+        await Stream(generation, words, lambda: None)(scope, receive, send)
 
     return app
 

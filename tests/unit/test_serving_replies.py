@@ -13,6 +13,7 @@ from symbiosis.server.api_errors import ApiError
 from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.generation import Choice, Delta, Generation
 from symbiosis.server.long_reply import Stream
+from symbiosis.server.openai_protocol import StreamOptions
 from symbiosis.server.response_format import ChatWords, CompletionWords, Words, counted
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.engine.reader import Reader
@@ -20,6 +21,7 @@ from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 from tests.unit.test_serving_detokenize import bytes_tokenizer
 
 TOKENS = 5
+USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
 
 class Remote:
@@ -60,7 +62,7 @@ async def streamed(take_s: Callable[[int], float]) -> tuple[Remote, list[bytes]]
         return {"type": "http.disconnect"}
 
     words = CompletionWords("demo", tokenizer, False, [], [(65,)], 1)
-    answer = asyncio.create_task(Stream(generation, words, lambda: None, False)({"type": "http"}, receive, send))
+    answer = asyncio.create_task(Stream(generation, words, lambda: None)({"type": "http"}, receive, send))
     for number in range(TOKENS):
         finish = Finish.LENGTH if number == TOKENS - 1 else None
         remote.take(Output(request=1, tokens=(Token(66 + number),), finish=finish))
@@ -104,7 +106,7 @@ def test_each_event_counts_its_own_choice_and_prompt(words: Words) -> None:
         async def send(message: Any) -> None:
             taken.append(message.get("body", b""))
 
-        answer = Stream(generation, words, lambda: None, True, tells_usage=True)
+        answer = Stream(generation, words, lambda: None, USAGE)
         task = asyncio.create_task(answer({"type": "http"}, asyncio.Event().wait, send))  # type: ignore[arg-type]
         for tokens, finish in ((b"a", None), (b"bc", None), (b"d", Finish.LENGTH)):
             for number, completion in ((1, 0), (1, 1), (2, 0), (2, 1)):
@@ -256,7 +258,7 @@ def test_log_probabilities_wait_for_the_reader_of_a_stream_as_far_as_there_is_ro
         if reads:
             gate.set()
         words = CompletionWords("demo", tokenizer, True, [], [(65,)], 1)
-        answer = asyncio.create_task(Stream(generation, words, lambda: None, False)({"type": "http"}, receive, send))
+        answer = asyncio.create_task(Stream(generation, words, lambda: None)({"type": "http"}, receive, send))
         for number in range(20):
             finish = Finish.LENGTH if number == 19 else None
             remote.take(Output(request=7, tokens=(Token(66, -0.5, ((67, -0.5),)),), finish=finish))

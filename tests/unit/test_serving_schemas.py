@@ -7,8 +7,9 @@ import pytest
 
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.openai_fields import DEFAULTS, HARMLESS
-from symbiosis.server.openai_protocol import Body, ChatBody, CompletionBody, read, sampling_of
-from symbiosis.serving.engine.limits import LENGTHS
+from symbiosis.server.openai_protocol import AS_ASKED, SAME, Body, ChatBody, CompletionBody, read, sampling_of
+from symbiosis.serving.engine.limits import LENGTHS, Unfit, check_sampling
+from symbiosis.serving.request import Sampling
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -24,14 +25,22 @@ def schema(itself: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": itself}}
 
 
-def param(error: ApiError) -> str | None:
-    return error.body["error"]["param"]
+def param(error: ApiError | Unfit) -> str | None:
+    """The field that is wrong, by its name in the request, whoever found it."""
+    return AS_ASKED.get(error.param, error.param) if isinstance(error, Unfit) else error.body["error"]["param"]
+
+
+def checked(body: CompletionBody) -> Sampling:
+    """What the engine makes of a body, which it checks."""
+    sampling = sampling_of(body, 16, body.logprobs)
+    check_sampling(sampling, 100)
+    return sampling
 
 
 def test_defaults_are_openais() -> None:
-    sampling = sampling_of(completion(), 16, None, 100)
+    sampling = sampling_of(completion(), 16, None)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.schema) == (1.0, 1.0, 0, None)
-    assert sampling.seed is not None and sampling.seed != sampling_of(completion(), 16, None, 100).seed
+    assert sampling.seed is not None and sampling.seed != sampling_of(completion(), 16, None).seed
 
 
 def test_nulls_are_defaults() -> None:
@@ -46,13 +55,18 @@ def test_an_empty_stop_string_stops_nothing(stop: str | list[str] | None) -> Non
     assert completion(stop=stop).stops == [] and completion(stop=["", "end"]).stops == ["end"]
 
 
+def test_every_parameter_of_the_engines_can_be_asked_for() -> None:
+    by_another_name = {"max_tokens", "stop_tokens", "schema", "logprobs", "logit_bias"}
+    assert set(Sampling.__struct_fields__) - by_another_name == set(SAME) - by_another_name
+
+
 def test_every_field_reaches_the_engine() -> None:
     given = {
         "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -3, "ignore_eos": True,
         "presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.5,
     }  # fmt: skip
     body = completion(**given, stop_token_ids=[5], logit_bias={"7": -100})
-    sampling = sampling_of(body, 9, 3, 100)
+    sampling = sampling_of(body, 9, 3)
     assert {name: getattr(sampling, name) for name in given} == given
     assert (sampling.max_tokens, sampling.logprobs, sampling.stop_tokens, sampling.logit_bias) == (
         9,
@@ -81,6 +95,9 @@ def test_what_changes_nothing_is_taken(name: str) -> None:
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": 10**30}, "max_tokens"),
         ({"seed": 2**64}, "seed"),
+        ({"top_k": 2**64}, "top_k"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_tokens": 17}, "min_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": 7}, "stop"),
@@ -98,9 +115,9 @@ def test_what_changes_nothing_is_taken(name: str) -> None:
     ],
 )
 def test_what_is_wrong_is_said_by_name(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(ApiError) as error:
-        completion(**fields)
-    assert error.value.status == 400 and param(error.value) == name and name in str(error.value)
+    with pytest.raises((ApiError, Unfit)) as error:
+        checked(completion(**fields))
+    assert param(error.value) == name and name in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +152,8 @@ def test_what_is_wrong_in_a_chat_is_said_by_name(fields: dict[str, Any], name: s
     ],
 )
 def test_what_the_model_does_not_have_is_said_by_name(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(ApiError) as error:
-        sampling_of(completion(**fields), 16, None, 100)
+    with pytest.raises((ApiError, Unfit)) as error:
+        checked(completion(**fields))
     assert param(error.value) == name
 
 
@@ -156,7 +173,7 @@ def test_a_schemas_characters_are_counted_and_not_their_bytes() -> None:
         wanted = f'{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}'
         return f'{{"model":"m","prompt":"x","response_format":{wanted}}}'.encode()
 
-    told = sampling_of(read(CompletionBody, asked(LENGTHS["schema"])), 16, None, 100).schema
+    told = sampling_of(read(CompletionBody, asked(LENGTHS["schema"])), 16, None).schema
     assert told is not None and len(told) == LENGTHS["schema"] < len(told.encode())
     with pytest.raises(ApiError, match=f"may have 65536 characters, and has {LENGTHS['schema'] + 1}"):
         read(CompletionBody, asked(LENGTHS["schema"] + 1))
@@ -165,10 +182,10 @@ def test_a_schemas_characters_are_counted_and_not_their_bytes() -> None:
 def test_a_schema_is_handed_on() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     body = chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
-    told = sampling_of(body, 16, None, 100).schema
+    told = sampling_of(body, 16, None).schema
     assert told is not None and json.loads(told) == schema
-    assert sampling_of(chat(response_format={"type": "text"}), 16, None, 100).schema is None
-    assert sampling_of(chat(response_format={"type": "json_object"}), 16, None, 100).schema == '{"type":"object"}'
+    assert sampling_of(chat(response_format={"type": "text"}), 16, None).schema is None
+    assert sampling_of(chat(response_format={"type": "json_object"}), 16, None).schema == '{"type":"object"}'
 
 
 def test_only_what_may_pass_is_asked_for_again() -> None:

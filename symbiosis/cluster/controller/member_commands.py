@@ -107,7 +107,7 @@ def front(plan: Plan, number: int, listener: socket.socket, secret: str) -> Loca
     name = f"front-{number}"
     started = RouterOptions(
         cluster=plan.name, listener=listener.fileno(), host=plan.host, allowed_hosts=plan.allowed_hosts, api_keys=plan.api_keys, limits=plan.limits,
-        decision_log=plan.decision_log, drain_s=plan.drain_s, name=name,
+        decision_log=plan.decision_log, drain_s=plan.drain_s, name=name, front_ends=plan.front_ends,
         port=plan.metrics_port + number - 1 if plan.metrics_port else 0,
     )  # fmt: skip
     told = msgspec.json.encode(started).decode()

@@ -50,9 +50,9 @@ class RouterState(Authentication):
 
     def __init__(
         self, view: ServerRegistry, api_keys: str | None, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = (),
-        tracing: Tracing | None = None,
+        tracing: Tracing | None = None, processes: int = 1,
     ) -> None:  # fmt: skip
-        super().__init__(api_keys, host, allowed_hosts)
+        super().__init__(api_keys, host, allowed_hosts, processes)
         self.view, self.bodies, self.observer = view, Bodies(), Observer(tracing)
         self.completions = Counter[tuple[str, str]]()  # by model and tenant
         self.tokens = Counter[tuple[str, str]]()

@@ -10,8 +10,7 @@ import msgspec
 
 from symbiosis.server.api_errors import wrong
 from symbiosis.server.json_costs import without_texts
-from symbiosis.server.openai_protocol import AS_CHECKED, MOST, Continuation, decoded, refusing
-from symbiosis.serving.engine.limits import check_number
+from symbiosis.server.openai_protocol import MOST, Continuation, check_sizes, decoded
 
 MOST_PROMPTS = 4096  # of a request
 MOST_CONTINUATION = 1 << 20  # bytes
@@ -58,7 +57,7 @@ class CompletionFields:
 
     def __init__(self, data: bytes, is_chat: bool = False) -> None:
         fields = decoded(_Fields, data)
-        _check(fields)
+        check_sizes(fields)  # in a server's words
         self.model, self.seed, self.is_stream = fields.model, fields.seed, bool(fields.stream)
         self.is_chat = is_chat
         chat = 1, len(fields.raw("messages")) // BYTES_PER_TOKEN
@@ -81,14 +80,6 @@ class CompletionFields:
         """Return it with these fields, whether it has them or not."""
         added = msgspec.json.encode(more)[1:]
         return self._begin + (b"," if more and not self._begin.endswith(b"{") else b"") + added
-
-
-def _check(fields: _Fields) -> None:
-    """Refuse numbers beyond what any server takes, in a server's words."""
-    for name in ("n", "max_tokens", "max_completion_tokens", "seed"):
-        checked = AS_CHECKED.get(name, name)
-        with refusing({checked: name}):
-            check_number(checked, getattr(fields, name))
 
 
 def _counts(prompt: bytes) -> tuple[int, int]:

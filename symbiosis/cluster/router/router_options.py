@@ -14,5 +14,6 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: tuple[str, ...] = ()
     api_keys: str | None = None
     limits: dict[str, int] = {}
+    front_ends: int = 1  # which keep the limits together
     decision_log: str | None = None
     drain_s: float = 30.0

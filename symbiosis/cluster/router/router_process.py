@@ -15,17 +15,19 @@ from symbiosis.cluster.router.router_options import RouterOptions
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.cluster.router.upstream import show_to_servers
 from symbiosis.server import tracing
+from symbiosis.server.api_keys import part_of
 from symbiosis.server.connections import server_of
 
 
 async def serve(started: RouterOptions, listener: socket.socket) -> None:
     """Serve until SIGTERM; what is under way then is finished for at most `drain_s`."""
     log = JsonLines(Path(started.decision_log), "decision") if started.decision_log else None
-    view = ServerRegistry(started.cluster, started.limits, log)
+    limits = {tenant: part_of(most, started.front_ends) for tenant, most in started.limits.items()}
+    view = ServerRegistry(started.cluster, limits, log)
     following = asyncio.create_task(view.follow())
     own = socket.create_server(("127.0.0.1", started.port), reuse_port=True)  # with a successor, while it ends itself
     spans = tracing.opened("symbiosis-front")
-    front = RouterState(view, started.api_keys, started.host, started.allowed_hosts, spans)
+    front = RouterState(view, started.api_keys, started.host, started.allowed_hosts, spans, started.front_ends)
     print(f"{started.name} at http://127.0.0.1:{own.getsockname()[1]}", flush=True)
     await server_of(make_app(front), front.observer, [listener, own], started.drain_s).serve(sockets=[listener, own])
     following.cancel()

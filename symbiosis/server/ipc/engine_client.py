@@ -64,7 +64,7 @@ class EngineClient(asyncio.Protocol):
         self._at_pause = dict[Callable[[], None], None]()
         self._pulse, self.step_s, self.is_silent = Pulse(), 0.0, False
         self.room = self.tokens = 0
-        self._ids = count(1)
+        self.ids = count(1)  # of requests and questions
         self._requests: dict[int, OpenRequest] = {}
         self.places = FairShare(sys.maxsize)  # what tenants have of it: completions of those requests
         self._asked: dict[int, asyncio.Future[Answer]] = {}
@@ -90,12 +90,9 @@ class EngineClient(asyncio.Protocol):
         """Completions of those requests that have not finished."""
         return sum(asked.left for asked in self._requests.values())
 
-    def next_id(self) -> int:
-        return next(self._ids)
-
     def submit(self, request: Request, on_output: OnOutput) -> None:
         """Begin a request. `on_output` is called with what comes, or once with an error."""
-        if not self.is_there:
+        if self.ended.done():
             raise gone()
         completions = len(request.under_way)
         self._requests[request.id] = OpenRequest(request, on_output, completions)
@@ -117,7 +114,7 @@ class EngineClient(asyncio.Protocol):
         """Call one of the engine's other verbs. Its answer is of this kind."""
         if not self.is_there:
             raise gone()
-        number = self.next_id()
+        number = next(self.ids)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
