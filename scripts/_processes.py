@@ -30,6 +30,7 @@ QUIET = {
     "PYTHONWARNINGS": "ignore::FutureWarning",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONSAFEPATH": "1",  # what multiprocessing starts imports nothing from the working directory
 }
 
 

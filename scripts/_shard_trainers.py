@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from _gpu import ATTENTION, Job, Program, Shape
 from _processes import Worker, executor, idle_workers, progress, together
 
 import symbiosis
+from symbiosis.base.procs import python
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.transport.cuda.peer import device_name
 
@@ -243,9 +243,7 @@ def fsdp_job(load: Load, place: Path) -> Iterator["subprocess.Popen[bytes]"]:
     }  # fmt: skip
     (place / "job.json").write_text(json.dumps(job))
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(map(uuid_of, load.devices))} if load.is_cuda else {})
-    words = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--log-dir={place}", f"--nproc-per-node={len(load.devices)}",
-    ]  # fmt: skip
+    words = python("-m", "torch.distributed.run", "--standalone", f"--log-dir={place}", f"--nproc-per-node={len(load.devices)}")  # fmt: skip
     with (place / "log").open("wb") as log:
         child = subprocess.Popen(
             [*words, str(HERE / "_shard_fsdp.py"), str(place / "job.json")],

@@ -28,6 +28,7 @@ import torch
 from _processes import executor, prepare, progress
 
 import symbiosis
+from symbiosis.base.procs import python
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.protocol.cluster_state import told_by
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
@@ -143,7 +144,7 @@ def cluster() -> Iterator[tuple[int, int]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "bench.yaml"
         file.write_text(FILE)
-        words = [sys.executable, "-m", "symbiosis", "cluster", "up", str(file)]
+        words = python("-m", "symbiosis", "cluster", "up", str(file))
         with (Path(folder) / "log").open("w") as log:
             process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True)
         try:

@@ -36,6 +36,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
+from symbiosis.base.procs import python
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.cluster.controller.local_process import descendants
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
@@ -173,7 +174,7 @@ def trainers(steps: int, pause: float, folder: Path) -> Iterator[list["subproces
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", code, f"symbiosis://{NAME}/demo", str(seed), str(steps), str(pause), str(folder / f"{seed}.pt")],
+            python("-c", code, f"symbiosis://{NAME}/demo", str(seed), str(steps), str(pause), str(folder / f"{seed}.pt")),
             env={**os.environ, "PYTHONPATH": paths},
         )
         for seed in (1, 2)
@@ -238,7 +239,7 @@ def cluster(folder: Path, backend: str) -> Iterator[tuple[str, "subprocess.Popen
     file.write_text(FILE.format(backend=backend))
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "symbiosis", "cluster", "up", str(file)],
+            python("-m", "symbiosis", "cluster", "up", str(file)),
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

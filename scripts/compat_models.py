@@ -18,6 +18,7 @@ import gc
 import importlib
 import inspect
 import logging
+import os
 import re
 import signal
 import sys
@@ -497,6 +498,7 @@ def quietly() -> None:
 def sweep(group: str, only: Sequence[str], jobs: int, allow_read: bool) -> list[Outcome]:
     names = [name for name in architectures(group) if not only or name in only]
     outcomes = []
+    os.environ["PYTHONSAFEPATH"] = "1"  # workers import nothing from the working directory
     with ProcessPoolExecutor(jobs, get_context("spawn"), quietly) as pool:
         for number, outcome in enumerate(pool.map(partial(examine, group=group, allow_read=allow_read), names), 1):
             print(f"{group} {number}/{len(names)}", *outcome.row(), flush=True)

@@ -40,6 +40,7 @@ from typing import Any
 
 import transformers
 
+from symbiosis.base.procs import python
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.errors import ConfigError
 
@@ -90,7 +91,7 @@ def suite(fetch: bool) -> Path:
 
 
 def _download(*what: str) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(CACHE), *what]
+    command = python("-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(CACHE), *what)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"cannot download {' '.join(what)}: {done.stderr.strip()[-500:]}")
@@ -114,7 +115,7 @@ def run(folder: Path, home: Path, files: Sequence[str], only: str, shard: str, s
         "SYMBIOSIS_SUITES_UNDER_WAY": str(under_way),
         "SYMBIOSIS_SUITES_SHARD": shard,
     }
-    command = [sys.executable, "-m", "pytest", "-p", "_suites_plugin", *PYTEST, *(f"tests/{file}.py" for file in files)]
+    command = python("-m", "pytest", "-p", "_suites_plugin", *PYTEST, *(f"tests/{file}.py" for file in files))
     command += ["-k", only] if only else []
     while True:
         under_way.unlink(missing_ok=True)

@@ -29,6 +29,7 @@ from typing import Any
 import _recorder
 from _recorder import Flag
 
+from symbiosis.base.procs import python
 from symbiosis.base.reporting import Report
 
 ROOT = Path(__file__).parents[1]
@@ -195,7 +196,7 @@ def program(entry: str, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
     """A command of the package, ended with SIGTERM."""
     module = entry_module()
     process = subprocess.Popen(
-        [sys.executable, "-c", f"from {module} import {entry}; {entry}()", *arguments], stdout=subprocess.DEVNULL
+        python("-c", f"from {module} import {entry}; {entry}()", *arguments), stdout=subprocess.DEVNULL
     )
     try:
         yield process

@@ -41,6 +41,7 @@ def cpu_build_by_itself() -> str:
     """The URL of the CPU build that pip would take as it is configured; empty if it would take another one."""
     pip = [
         sys.executable,
+        "-P",
         "-m",
         "pip",
         "install",

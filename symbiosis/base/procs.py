@@ -26,6 +26,12 @@ LOOK_S = 0.1  # at whether an orphan is still needed
 END = b"end\n"
 
 
+def python(*words: str) -> list[str]:
+    """Return the command line that runs Python with these words. It imports nothing from the working directory, where others may have
+    put a module."""
+    return [sys.executable, "-P", *words]
+
+
 class Child:
     """A process that runs Python, in a session of its own: ctrl-C is for its parent.
 
@@ -39,7 +45,7 @@ class Child:
         stdout: int = DEVNULL, stderr: IO[bytes] | None = None, first: bytes = b"",
     ) -> None:  # fmt: skip
         self._process = Popen(
-            [sys.executable, *words], stdin=PIPE, stdout=stdout, stderr=stderr, env=environment, pass_fds=descriptors,
+            python(*words), stdin=PIPE, stdout=stdout, stderr=stderr, env=environment, pass_fds=descriptors,
             bufsize=0, start_new_session=True,
         )  # fmt: skip
         self.pid = self._process.pid

@@ -1,15 +1,18 @@
 """A child ends when its parent says so, or is gone; what an operator's signals mean does not depend on either."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
+import symbiosis
 from symbiosis.base.procs import SAME_S, Child
 from tests.serving_api import eventually
 
@@ -157,6 +160,27 @@ def test_a_child_is_told_to_end_and_killed_if_it_does_not(tmp_path: Path) -> Non
     assert child.status == -signal.SIGKILL
     child.end()
     child.kill()
+
+
+def test_a_child_imports_nothing_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others may write, as in /tmp, they could put a module there."""
+    (tmp_path / "msgspec.py").write_text("print('planted')")
+    monkeypatch.chdir(tmp_path)
+    for words in (["-c", "import msgspec; print(msgspec.__file__)"], ["-m", "msgspec"]):
+        child = Child(words, stdout=PIPE)
+        assert b"planted" not in child.stdout.read()
+        assert child.wait(60)
+
+
+def test_children_of_a_checkout_that_is_not_installed_find_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m symbiosis` finds it in the working directory, which its children pass by."""
+    checkout = str(Path(symbiosis.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", "before")
+    monkeypatch.setattr(sys, "argv", ["symbiosis", "version"])
+    monkeypatch.setattr(sys, "path", [checkout, *sys.path])
+    with pytest.raises(SystemExit):
+        runpy.run_module("symbiosis", run_name="__main__")
+    assert os.environ["PYTHONPATH"] == f"{checkout}{os.pathsep}before"
 
 
 def test_a_child_whose_parent_died_before_it_could_ask_ends(tmp_path: Path) -> None:

@@ -115,3 +115,17 @@ def test_modules_do_not_import_in_circles() -> None:
     while leaves := {name for name, needed in graph.items() if not needed}:
         graph = {name: needed - leaves for name, needed in graph.items() if name not in leaves}
     assert not graph, f"a circle among {sorted(graph)}"
+
+
+def test_python_is_started_by_one_function() -> None:
+    """By `procs.python`, so that nothing is imported from the working directory. A script may be named by its path: its own folder takes
+    that place. What multiprocessing starts is told by the environment."""
+    for file in (*SOURCES, *(PACKAGE.parent / "scripts").glob("*.py")):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        lists = [list(map(ast.unparse, node.elts[:2])) for node in nodes if isinstance(node, ast.List)]
+        allowed = sum(["sys.executable", second] in lists for second in ("'-P'", "str(script)", "*sys.argv"))
+        shown = sum(isinstance(n, ast.FormattedValue) and "sys.executable" in ast.unparse(n) for n in nodes)
+        uses = sum(isinstance(node, ast.Attribute) and node.attr == "executable" for node in nodes)
+        assert uses == allowed + shown, f"{file}: use symbiosis.base.procs.python"
+        if any(name.startswith("multiprocessing") or name.endswith("ProcessPoolExecutor") for name in imports(file)):
+            assert "PYTHONSAFEPATH" in file.read_text() or " prepare(" in file.read_text(), file

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -385,7 +385,8 @@ def connect(name: str) -> None:
     if re.fullmatch(r"\S+:\d+", address) and not listens(address):  # Ray would try for minutes
         raise ConfigError(f"backend: ray: nothing listens at {address}, which $RAY_ADDRESS names\n{HOW_TO_START}")
     try:
-        ray.init("auto", namespace=name, configure_logging=False)
+        with chdir("/"):  # from where this is called, Ray has all workers import
+            ray.init("auto", namespace=name, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         told = str(error).strip().partition("\n")[0]
         raise ConfigError(f"backend: ray: {told}\n{HOW_TO_START}") from None

@@ -7,10 +7,10 @@ what was tried in a process of its own, which can be stopped.
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from symbiosis.base.procs import python
 from symbiosis.errors import AdapterError
 from symbiosis.text import shown
 
@@ -108,7 +108,7 @@ def _tried(whole: dict[str, str], keys: list[str], names: Collection[str]) -> di
     first = shown(next(iter([*whole.values(), *keys])))
     try:
         ran = subprocess.run(
-            [sys.executable, "-I", "-c", TRY],
+            python("-I", "-c", TRY),
             input=json.dumps([whole, keys, list(names)]).encode(), timeout=LONGEST_S, capture_output=True, check=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -5,10 +5,10 @@ import json
 import math
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
+from symbiosis.base.procs import python
 from symbiosis.serving.engine.limits import Unfit
 
 MOST_REMAINDERS = (
@@ -47,7 +47,7 @@ def check_schema(schema: str) -> None:
 
 def _try(schema: str) -> None:
     """Raise `Unfit` for a schema that takes too long to prepare. What else is wrong with it is found later."""
-    command = [sys.executable, "-P", "-c", TRY, str(MOST_BYTES)]
+    command = python("-c", TRY, str(MOST_BYTES))
     try:
         ran = subprocess.run(command, input=schema.encode(), timeout=LONGEST_S, capture_output=True)
     except subprocess.TimeoutExpired:
