@@ -1,9 +1,12 @@
 """The file of a cluster: what is wrong with it is said before anything is started, with the place where it is."""
 
+import math
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -186,3 +189,67 @@ def test_the_ports_of_pages_have_to_be_free() -> None:
     plan = Plan(models={"demo": ModelPlan()}, port=9402, metrics_port=9400)
     with pytest.raises(ConfigError, match="9402 is taken, and all ports from 9400 to 9402 are needed"):
         check(plan)
+
+
+def plan_with(backend: str = "local", **fields: Any) -> Plan:
+    """A plan of one model that is right, but for what is said."""
+    model = ModelPlan(**{name: fields.pop(name) for name in list(fields) if name in ModelPlan.__struct_fields__})
+    return Plan(models={"demo": model}, backend=backend, **fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "right", "wrong", "told"),
+    [
+        ("front_ends", [1, 256], [0, 257], "front_ends must be from 1 to 256"),
+        ("port", [0, 65535], [-1, 65536], "port from 0 to 65535"),
+        ("metrics_port", [0, 1024, 65533], [1, 1023, 65534], "metrics_port: from 1024 to 65533, since 3 processes"),
+        ("frozen_s", [1.0, 1e9], [0.99, math.inf, math.nan], "frozen_s: a number of seconds, at least 1, not"),
+        ("idle_s", [0.0], [-0.1, math.inf], "idle_s: a number of seconds, at least 0, not"),
+        ("drain_s", [0.1], [0.09], "drain_s: a number of seconds, at least 0.1, not"),
+        ("limits", [{"x": 1}], [{"x": 0}], "limits.x: at least 1 sequence, not 0"),
+        ("executors", [1, 1 << 20], [0, -1, (1 << 20) + 1], "executor"),
+        ("servers", [0, 4096, (0, 0), (2, 2), (0, 4096)], [-1, 4097, (2, 1), (-1, 1), (0, 4097)], "servers"),
+        ("threads", [1], [0], "thread"),
+        ("gpus", [0, 0.5, 0.1234], [-0.1, 1.1, 0.12345], "gpus is a share of one GPU"),
+        ("aliases", [{"a": {"demo": 1}}], [{"demo": {"demo": 1}}, {"a/b": {"demo": 1}}], "the name of a model, or none"),
+        ("aliases", [{"a": {"demo": 0.1}}], [{"a": {"demo": 0}}, {"a": {"demo": -1}}, {"a": {}}], "not all 0"),
+        ("aliases", [{"a": {"demo": 1e9}}], [{"a": {"demo": math.inf}}], "not negative"),
+        ("aliases", [], [{"a": {"other": 1}}], "there is no model 'other'"),
+        ("name", ["x", "x" * 64], [".", "x" * 65, "a/b"], "is no name"),
+    ],
+)  # fmt: skip
+def test_bounds_of_a_plan(field: str, right: list[Any], wrong: list[Any], told: str) -> None:
+    for value in right:
+        plan_with(**{field: value})
+    for value in wrong:
+        with pytest.raises(ConfigError, match=told):
+            plan_with(**{field: value})
+
+
+def test_one_gpu_is_shared_by_an_executor_and_its_servers() -> None:
+    assert plan_with(gpus=0.25, servers=(1, 3)).models["demo"].bundles == [{"CPU": 4.0, "GPU": 1.0}]
+    with pytest.raises(ConfigError, match=r"share one GPU, and gpus gives them 1\.25"):
+        plan_with(gpus=0.25, servers=(1, 4))
+    plan_with(backend="ray", servers=2)
+    with pytest.raises(ConfigError, match="metrics_port is for backend: local"):
+        plan_with(backend="ray", metrics_port=2000)
+    with pytest.raises(ConfigError, match="backend: write local or ray"):
+        plan_with(backend="slurm")
+    with pytest.raises(ConfigError, match="name at least one"):
+        Plan()
+
+
+def test_how_many_there_are() -> None:
+    plan = Plan(
+        models={"a": ModelPlan(executors=2, servers=(3, 5), threads=3), "b": ModelPlan(servers=0)}, front_ends=4
+    )
+    a, b = plan.models.values()
+    assert (a.least, a.most, a.reserved, b.least, b.most, plan.most_processes) == (3, 5, 3, 0, 0, 4 + 2 + 5 + 1)
+    assert [a.servers_of(place) for place in (0, 1)] == [1, 2] and b.servers_of(0) == 0
+    assert a.bundles == [{"CPU": 6.0}, {"CPU": 9.0}] and b.bundles == [{"CPU": 1.0}]
+    assert msgspec.structs.replace(a, gpus=0.1).reserved == 5
+    assert (ModelPlan().executors, ModelPlan().servers, ModelPlan().threads, ModelPlan().gpus) == (1, 1, 1, 0)
+    plain = plan_with()
+    assert (plain.port, plain.front_ends, plain.metrics_port, plain.is_for_this_machine) == (8000, 1, 0, True)
+    assert (plain.frozen_s, plain.idle_s, plain.drain_s) == (10.0, 60.0, 30.0)
+    assert not plan_with(host="0.0.0.0").is_for_this_machine
