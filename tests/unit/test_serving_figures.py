@@ -7,6 +7,7 @@ import pytest
 from symbiosis.serving.kv_cache.block_manager import BlockManager
 from symbiosis.serving.kv_cache.page_pool import PagePool
 from symbiosis.serving.lora.adapter import Adapter
+from symbiosis.serving.request import Request, Sampling
 from symbiosis.serving.scheduler import policy
 from symbiosis.serving.scheduler.pace import Pace
 from symbiosis.serving.scheduler.scheduler import PREFETCHED, Scheduler, StepRules, Unsettled
@@ -223,11 +224,12 @@ def test_a_prompt_disturbs_those_under_way() -> None:
     waits = server_with(sequences(0, 5), max_batch=0)
     waits.scheduler.add(sequences(1, 5))
     assert waits.scheduler._pace._disturbed == 1.0, "or waits"
-    two = server_with(sequences(0, 40), prefill_tokens=39)
-    two.step()
-    assert two.scheduler.running[0].uncomputed == 1
-    two.scheduler.add(sequences(1, 5))
-    assert two.scheduler._pace._disturbed is None, "of which more than a token is left"
+    for left, at in ((1, None), (2, 1.0)):
+        one = server_with(sequences(0, 40), prefill_tokens=40 - left)
+        one.step()
+        assert one.scheduler.running[0].uncomputed == left
+        one.scheduler.add(sequences(1, 5))
+        assert one.scheduler._pace._disturbed == at, "of which more than a token is left"
 
 
 def test_a_step_gives_way_to_what_can_take_the_place_of_long_prompts() -> None:
@@ -314,6 +316,47 @@ def test_what_comes_and_goes_is_noticed() -> None:
     (stranger,) = sequences(7, 5)
     server.scheduler.finish(stranger)
     assert running(server) == [2]
+
+
+def test_who_waits_is_looked_at_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, admit = [], policy.admit
+    monkeypatch.setattr(policy, "admit", lambda *given: looks.append(1) or admit(*given))
+    server = server_with(sequences(0, 5, most=9), sequences(1, 5, most=9), max_batch=1)
+    server.step()
+    first = len(looks)
+    for _ in range(4):
+        server.step()
+    assert len(looks) == first > 0
+    server.scheduler.drop(0)
+    server.step()
+    assert len(looks) > first and running(server) == [1]
+
+
+def test_who_is_passed_by_is_counted() -> None:
+    server = server_with(*(sequences(id, 200) for id in range(3)), max_batch=2, prefill_tokens=32)
+    server.step()
+    kept, gives_way, passed = *server.scheduler.running, *server.scheduler.waiting
+    server.scheduler.add(sequences(3, 5))
+    server.step()
+    assert running(server) == [0, 3] and server.scheduler.counts.evictions == 1
+    assert [each.overtaken for each in (kept, gives_way, passed)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(("bytes", "gives_way"), [(24, True), (25, False)])
+def test_a_long_prompt_gives_way_if_its_pages_suffice(bytes: int, gives_way: bool) -> None:
+    """It has 26, and two are spare; the other needs two, the one that stays two, and the rest is for the adapter."""
+    server = server_with(sequences(0, 200), [prompt_of(1, 200)], pages=54, prefill_tokens=32)
+    server.step()
+    assert running(server) == [0, 1] and server.blocks.spare() == 2
+    server.scheduler.add([prompt_of(2, 5, Adapter(name="large", kind="LORA", bytes=bytes, version=9))])
+    server.step()
+    assert server.scheduler.counts.evictions == gives_way and (2 in running(server)) == gives_way
+
+
+def prompt_of(id: int, length: int, adapter: Adapter | None = None) -> Sequence:
+    """One that begins like no other."""
+    request = Request(id=id, prompt=tuple(range(1000 * id, 1000 * id + length)), sampling=Sampling(max_tokens=4))
+    return Sequence(request, 0, list(request.prompt), adapter, float(id))
 
 
 def test_completions_follow_once_their_prompt_is_computed() -> None:

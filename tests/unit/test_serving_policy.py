@@ -312,6 +312,8 @@ class Prompt:
             32,
             [60, 12, 12],
         ),  # the first short one of a tenant, and two fifths for others
+        ([(40, "a"), (500, "b", 30.0), (500, "c")], 60, 32, [40, 20, 0]),  # what was saved up, as far as there is room
+        ([(500, "a"), (500, "b"), (500, "c"), (40, "c")], 512, 32, [5, 5, 5, 40]),  # two fifths, however many tenants
         ([(60, "a"), (30, "a"), (60, "b"), (30, "b")], 512, 32, [60, 30, 60, 30]),
         ([(900, "a"), (70, "a"), (70, "b")], 100, 80, [11, 29, 40]),  # each is longer than its tenant's share
         ([], 512, 32, []),
