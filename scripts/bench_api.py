@@ -33,7 +33,7 @@ from symbiosis.base.reporting import Report, print_table
 from symbiosis.protocol.cluster_state import told_by
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
 from symbiosis.server.ipc.engine_server import EngineServer
-from symbiosis.server.launch.children import RestartingChild, http_code
+from symbiosis.server.launch.serve_processes import RestartingChild, http_words
 from symbiosis.serving import Engine
 from symbiosis.serving.request import Output, Request, Sampling
 
@@ -119,7 +119,7 @@ def start_http(engine: Engine, stack: ExitStack) -> int:
     http = RestartingChild("the HTTP process")
     options = FrontOptions(model="demo", folder=str(DEMO))
     with theirs:
-        http.start(http_code(listener, theirs, options), (listener.fileno(), theirs.fileno()))
+        http.start(http_words(listener, theirs, options), (listener.fileno(), theirs.fileno()))
     stack.callback(http.kill)
     welcome = EngineReady(
         model="demo", longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary

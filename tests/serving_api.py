@@ -21,7 +21,7 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.executor.observe.process_figures import children, command_of
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
 from symbiosis.server.ipc.engine_server import EngineServer
-from symbiosis.server.launch.children import RestartingChild, http_code
+from symbiosis.server.launch.serve_processes import RestartingChild, http_words
 from symbiosis.serving import Engine
 
 WAIT_S = 60.0
@@ -76,7 +76,7 @@ def http_process(engine: Engine, **options: Any) -> Iterator[Api]:
     http = RestartingChild("the HTTP process")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with theirs:
-            http.start(http_code(listener, theirs, FrontOptions(**options)), (listener.fileno(), theirs.fileno()))
+            http.start(http_words(listener, theirs, FrontOptions(**options)), (listener.fileno(), theirs.fileno()))
         welcome = EngineReady(
             model=options["model"], longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
             ends=tuple(engine.ends),

@@ -19,7 +19,7 @@ from time import time
 from typing import NamedTuple
 
 from symbiosis.base.ownership import is_trusted, user_name
-from symbiosis.base.secret_files import create_secret, read_secret, why_exposed
+from symbiosis.base.secret_files import read_secret, why_exposed
 from symbiosis.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -64,22 +64,18 @@ def generate(name: str, folder: Path, expires: str | None = None) -> tuple[Path,
     except OSError as error:
         raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
     until = f"expires {expires}\n" if expires else ""
-    _write(folder / f"{name}.key", f"public {public}\nsecret {secret}\n", create_secret)
-    _write(folder / f"{name}.pub", f"public {public}\n{until}", _create_public)
+    _write(folder / f"{name}.key", f"public {public}\nsecret {secret}\n", 0o600)
+    _write(folder / f"{name}.pub", f"public {public}\n{until}", 0o644)
     return folder / f"{name}.key", folder / f"{name}.pub"
 
 
-def _create_public(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-
-
-def _write(path: Path, text: str, create: Callable[[Path], int]) -> None:
+def _write(path: Path, text: str, mode: int) -> None:
+    """Write a new file."""
     try:
-        file = create(path)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w") as opened:
+            opened.write(text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-    with os.fdopen(file, "w") as opened:
-        opened.write(text)
 
 
 def moment(text: str) -> float:

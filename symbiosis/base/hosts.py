@@ -62,6 +62,11 @@ def _is_loopback(name: str) -> bool:
     return name == "localhost" if address is None else address.is_loopback
 
 
+def listener_at(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there; port 0 is any that is free. Raises `OSError`."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
 def check_hosts(names: Iterable[str]) -> None:
     """Raise `ConfigError` for what is no name, such as a URL or a name with a port."""
     for name in names:

@@ -43,7 +43,7 @@ def why_not_ours(folder: Path, shared: bool = False) -> str | None:
         return "is a link, where a folder should be" if stat.S_ISLNK(found.st_mode) else "is not a folder"
     if not is_trusted(found.st_uid):
         return f"belongs to {user_name(found.st_uid)}"
-    if found.st_mode & WRITABLE and not (shared and _is_sticky(found)):
+    if found.st_mode & WRITABLE and not (shared and found.st_uid == ROOT and found.st_mode & stat.S_ISVTX):
         return f"can be written by others (its mode is {stat.S_IMODE(found.st_mode):04o})"
     return _way_to(folder, shared)[1]
 
@@ -101,10 +101,6 @@ def _why_replaceable(found: os.stat_result, shared: bool) -> str | None:
     if is_closed or shared or found.st_mode & stat.S_ISVTX:  # as /tmp: there nobody replaces what is another's
         return None
     return f"can be written by others (its mode is {stat.S_IMODE(found.st_mode):04o}; chmod +t would do)"
-
-
-def _is_sticky(found: os.stat_result) -> bool:
-    return found.st_uid == ROOT and bool(found.st_mode & stat.S_ISVTX)
 
 
 def _may_lead(uid: int) -> bool:

@@ -24,6 +24,7 @@ logger = logging.getLogger("symbiosis")
 SAME_S = 0.2  # `timeout` sends its signal twice at once, and means one
 LOOK_S = 0.1  # at whether an orphan is still needed
 END = b"end\n"
+MOST_STARTS = 5  # of a process that dies again and again, before it is given up
 
 
 def python(*words: str) -> list[str]:

@@ -3,39 +3,29 @@
 import importlib.metadata
 import re
 import sys
+from functools import cache
 
 from symbiosis.errors import OutdatedPackage
 
-# The least that works, by extra, as in pyproject.toml.
-NEEDED: dict[str, dict[str, str]] = {
-    "": {
-        "accelerate": "1.10",
-        "cryptography": "42.0",
-        "huggingface-hub": "1.0",
-        "msgspec": "0.19",
-        "numpy": "2.0",
-        "peft": "0.21",
-        "prometheus-client": "0.20",
-        "pyyaml": "6.0",
-        "pyzmq": "26.0",
-        "rich": "13.0",
-        "safetensors": "0.5",
-        "torch": "2.11",
-        "transformers": "5.17",
-        "typer": "0.12",
-        "typing-extensions": "4.10",
-    },
-    "ray": {"ray": "2.40"},
-    "serve": {"httptools": "0.6", "jinja2": "3.1", "starlette": "0.40", "uvicorn": "0.30"},
-    "structured": {"llguidance": "1.0"},
-}
+REQUIREMENT = re.compile(r"([\w.-]+)>=([\d.]+)(?:; *extra == ['\"](\w+)['\"])?")
+
+
+@cache
+def needed(extra: str = "") -> dict[str, str]:
+    """Return the least releases that work, of the packages of an extra, as this distribution tells; nothing of one that is not installed."""
+    try:
+        told = importlib.metadata.requires("symbiosis-llm") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = [match for each in told if (match := REQUIREMENT.fullmatch(each))]
+    return {match[1]: match[2] for match in found if (match[3] or "") == extra}
 
 
 def check(extra: str = "") -> None:
     """Raise `OutdatedPackage`, which is an `ImportError`, if an installed package is older than what is needed."""
     if found := outdated(extra):
         have = ", ".join(f"{name} {version}" for name, version in found.items())
-        least = " ".join(f"'{name}>={NEEDED[extra][name]}'" for name in found)
+        least = " ".join(f"'{name}>={needed(extra)[name]}'" for name in found)
         raise OutdatedPackage(
             f"{have} is too old for Symbiosis. Run: {sys.executable} -m pip install --upgrade {least}, and start Python anew"
         )
@@ -43,7 +33,7 @@ def check(extra: str = "") -> None:
 
 def outdated(extra: str = "") -> dict[str, str]:
     """Return the packages that are too old, with their versions. One that is not installed as a package is not looked at."""
-    least = NEEDED[extra]
+    least = needed(extra)
     found = {name: _version_of(name) for name in least}
     return {name: version for name, version in found.items() if version and _numbers(version) < _numbers(least[name])}
 

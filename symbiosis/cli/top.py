@@ -4,7 +4,6 @@ import math
 import re
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,9 +19,10 @@ from rich.text import Text
 
 from symbiosis.cli.doctor import socket_problem
 from symbiosis.cluster.controller.base_fingerprints import WHAT_TO_DO
-from symbiosis.cluster.controller.local_process import ANSWER_S, asked
+from symbiosis.cluster.controller.local_process import health_at
 from symbiosis.cluster.placement import State
 from symbiosis.errors import Code, ExecutorUnavailable, ProtocolError
+from symbiosis.executor.observe.pages import read_page
 from symbiosis.executor.observe.snapshot import LayerFigures, SessionFigures, Snapshot, mean_size, of_service
 from symbiosis.protocol import Op
 from symbiosis.protocol.cluster_state import SCHEME, Member, Told, executors_at, told_by
@@ -270,7 +270,7 @@ def look(told: Told) -> Found:
     pages = [each for each in told.members if each.url.startswith("http://")]
     servers = [each for each in pages if each.kind == "server"]
     with ThreadPoolExecutor(max(1, len(pages))) as pool:
-        health = pool.map(lambda each: asked(f"{each.url}/health") or {}, pages)
+        health = pool.map(lambda each: health_at(each.url) or {}, pages)
         tokens = pool.map(_generated, servers)
         return Found(
             told, time.monotonic(), dict(zip([each.name for each in pages], health, strict=True)),
@@ -279,10 +279,8 @@ def look(told: Told) -> Found:
 
 
 def _generated(member: Member) -> float:
-    with suppress(OSError), urllib.request.urlopen(f"{member.url}/metrics", timeout=ANSWER_S) as answer:
-        if found := GENERATED.search(answer.read().decode()):
-            return float(found[1])
-    return 0.0
+    found = GENERATED.search(read_page(f"{member.url}/metrics") or "")
+    return float(found[1]) if found else 0.0
 
 
 def watch_cluster(name: str, interval: float) -> Iterator[Table]:

@@ -21,10 +21,9 @@ from symbiosis.executor.compute.probe import seconds_by_kind
 from symbiosis.executor.dispatch import Dispatch
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.model.store import Store
-from symbiosis.executor.observe.audit_log import AuditLog
 from symbiosis.executor.observe.join_log import JoinLog
 from symbiosis.executor.observe.latest_figures import LatestFigures, snapshot_of
-from symbiosis.executor.observe.log import Alarm, log, log_mistake
+from symbiosis.executor.observe.log import Alarm, AuditLog, log, log_mistake
 from symbiosis.executor.observe.snapshot import Snapshot
 from symbiosis.executor.options import Options
 from symbiosis.executor.scheduling.batcher import Batcher

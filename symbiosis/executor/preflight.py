@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import re
 import shutil
-import socket
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from symbiosis.base import requirements
 from symbiosis.base.curve_keys import Keyring
 from symbiosis.base.dtypes import DTYPE_BITS
 from symbiosis.base.folders import check_caches
+from symbiosis.base.hosts import listener_at
 from symbiosis.base.memory import free_memory
 from symbiosis.base.ownership import check_socket, make_folder, resolved
 from symbiosis.base.problems import problems_of, refuse
@@ -29,7 +29,7 @@ from symbiosis.executor.model.checkpoint import (
     weights_nbytes,
 )
 from symbiosis.executor.model.host_room import loading_nbytes
-from symbiosis.executor.observe.audit_log import AuditLog
+from symbiosis.executor.observe.log import AuditLog
 from symbiosis.executor.options import Options
 from symbiosis.protocol.endpoints import is_loopback, of_rank, open_to_others, parts_of
 
@@ -182,12 +182,8 @@ SCHEMES = {"inproc": check_inproc, "local": check_local, "tcp": check_tcp}
 
 def check_metrics(options: Options, held: ExitStack) -> None:
     if options.metrics_port:
-        family = socket.AF_INET6 if ":" in options.metrics_host else socket.AF_INET
-        server = held.enter_context(socket.socket(family))
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            server.bind((options.metrics_host, options.metrics_port))
-            server.listen()
+            held.enter_context(listener_at(options.metrics_host, options.metrics_port))
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics at {options.metrics_host}:{options.metrics_port}: {error}"

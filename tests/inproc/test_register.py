@@ -22,8 +22,8 @@ from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.model.store import Store
-from symbiosis.executor.observe.audit_log import AuditLog
 from symbiosis.executor.observe.join_log import MOST_TOLD_APART, JoinLog
+from symbiosis.executor.observe.log import AuditLog
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.protocol import Hello, Op, Refusal, decode_from_executor, encode_control
 from tests.conftest import tiny_llama

@@ -220,11 +220,11 @@ def test_the_pages_of_ranks_are_asked_for_at_the_same_time(path: str, monkeypatc
     """A page whose ranks are frozen says so before those who ask give up."""
     everybody = Barrier(4)
 
-    def page(port: int, asked: str) -> None:
-        assert asked == path
+    def page(url: str) -> None:
+        assert url.endswith(path)
         everybody.wait(10)
 
-    monkeypatch.setattr(rank_figures, "page", page)
+    monkeypatch.setattr(rank_figures, "read_page", page)
     ports = dict.fromkeys(range(4), 1)
     if path == "/health":
         assert rank_figures.health_of(ports, 4)[0] == "stalled"

@@ -22,18 +22,16 @@ from symbiosis.serving.serve_options import ServeOptions
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
-def least(declared: list[str]) -> dict[str, str]:
-    return dict(one.split(">=") for one in declared if not one.startswith(PROJECT["name"]))
-
-
 def test_they_are_those_of_the_distribution() -> None:
-    assert requirements.NEEDED[""] == least(PROJECT["dependencies"])
-    for extra in requirements.NEEDED.keys() - {""}:
-        assert requirements.NEEDED[extra] == least(PROJECT["optional-dependencies"][extra])
+    assert f"transformers>={requirements.needed()['transformers']}" in PROJECT["dependencies"]
+    assert [f"{name}>={least}" for name, least in requirements.needed("serve").items()] == PROJECT[
+        "optional-dependencies"
+    ]["serve"]
+    assert not requirements.needed("nothing")
 
 
 def test_what_is_installed_here_is_new_enough() -> None:
-    for extra in requirements.NEEDED:
+    for extra in ("", "serve", "structured"):
         requirements.check(extra)
 
 
@@ -50,7 +48,7 @@ def old(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_package_that_is_too_old_is_told_at_import(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = rf"^{old} 0\.9\.9 is too old.*pip install --upgrade '{old}>={re.escape(requirements.NEEDED[''][old])}'"
+    told = rf"^{old} 0\.9\.9 is too old.*pip install --upgrade '{old}>={re.escape(requirements.needed()[old])}'"
     for name in ("wrap", "Executor", "publish", "serving"):
         monkeypatch.delitem(vars(symbiosis), name, raising=False)
         with pytest.raises(ImportError, match=told):

@@ -3,12 +3,11 @@
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
+from symbiosis.base.procs import MOST_STARTS
 from symbiosis.cluster.controller.controller import ClusterController
-from symbiosis.cluster.controller.local_process import MOST_STARTS
 from symbiosis.cluster.controller.preflight import check_models
 from symbiosis.cluster.placement import State
 from symbiosis.cluster.plan import Plan, load
@@ -36,17 +35,14 @@ def changes(now: Plan, then: Plan, retiring: Collection[str] = ()) -> tuple[list
             raise ConfigError(
                 f"models.{name}: a model of this name still retires: choose another name, or wait until it has ended"
             )
-        if name in now.models and now.models[name] != model:
+        old = now.models.get(name, model)
+        if differing := [field for field in model.__struct_fields__ if getattr(old, field) != getattr(model, field)]:
             raise ConfigError(
-                f"models.{name}: {_different(now.models[name], model)} differs, and processes keep what they were started with. Give the new "
+                f"models.{name}: {', '.join(differing)} differs, and processes keep what they were started with. Give the new "
                 "version a name of its own, and move the traffic by an alias"
             )
     come = [name for name in then.models if name not in now.models]
     return come, [name for name in now.models if name not in then.models]
-
-
-def _different(one: Any, other: Any) -> str:
-    return ", ".join(name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name))
 
 
 def apply(cluster: ClusterController, file: Path) -> str:

@@ -16,11 +16,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from symbiosis.base.ownership import make_folder
-from symbiosis.base.procs import when_told_to_end
+from symbiosis.base.procs import MOST_STARTS, when_told_to_end
 from symbiosis.cluster.controller import member_commands
 from symbiosis.cluster.controller.backend import Backend
 from symbiosis.cluster.controller.base_fingerprints import Bases
-from symbiosis.cluster.controller.local_process import MOST_STARTS
 from symbiosis.cluster.controller.member import MemberProcess
 from symbiosis.cluster.controller.preflight import executor_options, server_options
 from symbiosis.cluster.placement import PlacedServer, RoutingRequest, State

@@ -1,7 +1,6 @@
 """One process of a cluster: started, watched by its page of health, and ended."""
 
 import contextlib
-import http.client
 import json
 import logging
 import os
@@ -13,20 +12,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import IO
-from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
 from symbiosis.base.procs import Child
 from symbiosis.cluster.controller.member import MemberProcess
+from symbiosis.executor.observe.pages import ANSWER_S, read_page
 from symbiosis.executor.observe.process_figures import children
 from symbiosis.protocol.cluster_state import Member
 
 logger = logging.getLogger("symbiosis")
 
-LOOK_EVERY_S, ANSWER_S = 0.5, 2.0  # between two looks at its health, and for one
+LOOK_EVERY_S = 0.5  # between two looks at its health
 WORKS = ("serving", "ready", "draining", "ending")  # what a page of health says of one that works
-MOST_STARTS = 5  # without becoming ready
 
 
 class LocalProcess(MemberProcess):
@@ -118,7 +116,7 @@ class LocalProcess(MemberProcess):
 
     def _works(self) -> dict[str, object] | None:
         """Return what its page of health tells, if it works. A front end does so also without a server."""
-        told = asked(f"{self.member.pages}/health")
+        told = health_at(self.member.pages)
         works = told is not None and (self.member.kind == "front" or told.get("status") in WORKS)
         return told if works else None
 
@@ -132,18 +130,12 @@ class LocalProcess(MemberProcess):
         logger.info("%s is ready (pid %d)", self.name, self.pid)
 
 
-def asked(url: str) -> dict[str, object] | None:
-    """Return what a page of health tells, None if nothing works there."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=ANSWER_S)
-    try:
-        connection.request("GET", parts.path)
-        told = json.loads(connection.getresponse().read())
-    except (OSError, http.client.HTTPException, ValueError):
-        return None
-    finally:
-        connection.close()
-    return told if isinstance(told, dict) else None
+def health_at(pages: str) -> dict[str, object] | None:
+    """Return what a process tells of its health, None if nothing works there."""
+    with contextlib.suppress(ValueError):
+        told = json.loads(read_page(f"{pages}/health") or "null")
+        return told if isinstance(told, dict) else None
+    return None
 
 
 def began_at(pid: int) -> str:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
+from symbiosis.base.hosts import listener_at
 from symbiosis.base.procs import program
 from symbiosis.cluster.controller.local_process import LocalProcess
 from symbiosis.cluster.controller.preflight import config_file, config_path, executor_options, is_free, server_options
@@ -135,6 +136,5 @@ def new_secret() -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as found:
+    with listener_at(host, 0) as found:
         return int(found.getsockname()[1])

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from symbiosis.base.hosts import listener_at
 from symbiosis.base.logs import JsonLines
 from symbiosis.base.memory import free_memory
 from symbiosis.base.problems import problems_of, refuse
@@ -99,7 +100,7 @@ def check_metrics_ports(plan: Plan) -> None:
 def is_free(host: str, port: int) -> bool:
     """Whether a port can be taken."""
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        listener_at(host, port).close()
     except OSError:
         return False
     return True

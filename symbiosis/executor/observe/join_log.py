@@ -11,8 +11,7 @@ from symbiosis.base.logs import worth_logging
 from symbiosis.errors import Code
 from symbiosis.executor.accounts import ServedSession
 from symbiosis.executor.ledger import Ledger
-from symbiosis.executor.observe.audit_log import AuditLog
-from symbiosis.executor.observe.log import log
+from symbiosis.executor.observe.log import AuditLog, log
 from symbiosis.protocol import Hello
 from symbiosis.text import shown
 from symbiosis.transport import Peer

@@ -1,7 +1,12 @@
-"""The executor's log: names, sizes and codes, never a call's contents."""
+"""The executor's logs: names, sizes and codes, never a call's contents."""
 
 import logging
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
+
+from symbiosis.base.logs import JsonLines
+from symbiosis.errors import ConfigError
 
 ALARM_S = 60.0  # between two warnings about the same thing
 logger = logging.getLogger("symbiosis.executor")
@@ -34,3 +39,19 @@ class Alarm:
             return False
         self._next = now + ALARM_S
         return True
+
+
+class AuditLog(JsonLines):
+    """`--audit-log FILE`: who joined, was refused, was struck off and left, one JSON object a line, with its time. Raises `ConfigError` if there
+    is no such file and none can be made."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "audit")
+        try:
+            self.open()
+        except OSError as error:
+            raise ConfigError(f"cannot write the audit log {path}: {error.strerror}") from None
+
+    def tell(self, event: str, **fields: object) -> None:
+        """Write a line about an event."""
+        self.write({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields})

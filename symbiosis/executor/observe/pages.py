@@ -8,13 +8,16 @@ import socket
 import sys
 from collections.abc import Container, Iterator
 from contextlib import suppress
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from socketserver import TCPServer, ThreadingMixIn
 from threading import Lock, Thread
 from time import monotonic, sleep
 from typing import Any, NamedTuple, Protocol
+from urllib.error import HTTPError
 from urllib.parse import parse_qs, urlsplit
+from urllib.request import ProxyHandler, build_opener
 
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
@@ -29,7 +32,24 @@ LONGEST_HEAD = 8 << 10  # bytes of a request
 VISIT_S, LOOK_S = 10.0, 0.5  # the longest connection; between two looks at how long they last
 SCRAPE_SHARE = 0.1  # most of the time that collecting figures may take: it keeps the executor's thread from running
 STALLED_S = 30.0  # an executor whose loop has not looked at its clock for so long is stalled
+ANSWER_S = 2.0  # for a page that is read: a process that takes longer is stalled
 logger = logging.getLogger("symbiosis.executor")
+
+
+_opener = build_opener(ProxyHandler({}))
+
+
+def read_page(url: str) -> str | None:
+    """Return a page of a process of ours, whatever its status; None if it does not answer."""
+    try:
+        try:
+            answer = _opener.open(url, timeout=ANSWER_S)
+        except HTTPError as error:
+            answer = error
+        with answer:
+            return str(answer.read().decode())
+    except (OSError, HTTPException, ValueError):
+        return None
 
 
 class PageSource(Protocol):

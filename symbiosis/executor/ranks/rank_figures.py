@@ -3,19 +3,15 @@
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, build_opener
 
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from symbiosis.executor.observe.pages import read_page
 from symbiosis.executor.observe.process_figures import process_figures
 
-ANSWER_S = 2.0  # a rank whose pages take longer is stalled
 WORST_LAST = ("ready", "draining", "starting", "stalled")
-_opener = build_opener(ProxyHandler({}))
 
 
 class RankFigures(Collector):
@@ -48,17 +44,6 @@ def pages(ports: Mapping[int, int], path: str) -> dict[int, str | None]:
     """Return a page of each rank. All are asked at the same time, because several may be stalled."""
     asked = dict(ports)  # the service changes it meanwhile
     with ThreadPoolExecutor(len(asked) or 1) as pool:
-        return dict(zip(asked, pool.map(lambda port: page(port, path), asked.values()), strict=True))
-
-
-def page(port: int, path: str) -> str | None:
-    """Return a page of a rank, whatever its status; None if it does not answer."""
-    try:
-        try:
-            answer = _opener.open(f"http://127.0.0.1:{port}{path}", timeout=ANSWER_S)
-        except HTTPError as error:
-            answer = error
-        with answer:
-            return str(answer.read().decode())
-    except (OSError, HTTPException):
-        return None
+        return dict(
+            zip(asked, pool.map(lambda port: read_page(f"http://127.0.0.1:{port}{path}"), asked.values()), strict=True)
+        )

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from symbiosis.base.logs import set_up_logging
 from symbiosis.base.ownership import check_socket
-from symbiosis.base.procs import Child, program, when_told_to_end, while_needed
+from symbiosis.base.procs import MOST_STARTS, Child, program, when_told_to_end, while_needed
 from symbiosis.errors import ConfigError
 from symbiosis.executor import mps
 from symbiosis.executor.observe.log import log
@@ -31,7 +31,6 @@ from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.rank_figures import RankFigures, health_of
 from symbiosis.protocol.endpoints import socket_path
 
-MOST_STARTS = 5  # of a rank that is killed again and again before it is ready
 END_S = 60.0  # that ranks may take to answer what has come, and to end after their last word; those left are killed, as one is that hangs
 LOOK_S = 0.5  # between two looks whether that time is over
 ANOTHER_RANK_ENDED = "a rank ended before it was ready, so the service ends"
@@ -142,9 +141,10 @@ class Service:
             with suppress(FileNotFoundError):  # it has died since, as its next line will tell
                 part = os.open(f"/proc/{rank.pid}/fd/{ready.part}", os.O_RDONLY | os.O_CLOEXEC)
                 self._parts[rank.number] = os.fdopen(part, "rb", buffering=0)
-        if not (self._told or self._ending) and self._all_are_ready():
+        told = [rank.ready for rank in self._ranks.values() if rank.ready]
+        if len(told) == len(self._orders) and not (self._told or self._ending):
             self._told = True
-            self._say_that_all_are_ready()
+            print(ready_line(self._model, self._options, told), flush=True)
 
     def _end_of(self, rank: Rank) -> int:
         """Wait until a rank that says nothing more has ended, and return its exit status. One that hangs is killed."""
@@ -161,13 +161,6 @@ class Service:
         for rank in ranks:
             log(logging.ERROR, "a rank has not ended, and is killed", rank=rank.number, pid=rank.pid)
             rank.signal(signal.SIGKILL)
-
-    def _all_are_ready(self) -> bool:
-        return len(self._ranks) == len(self._orders) and all(rank.ready for rank in self._ranks.values())
-
-    def _say_that_all_are_ready(self) -> None:
-        told = [rank.ready for rank in self._ranks.values() if rank.ready]
-        print(ready_line(self._model, self._options, told), flush=True)
 
     def _ended(self, rank: Rank, status: int) -> None:
         """Start a rank again that was ready and died, or was killed while it was started again. Any other will not be ready the next time

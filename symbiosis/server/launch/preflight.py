@@ -30,7 +30,7 @@ def check(options: ServeOptions) -> socket.socket:
 
 
 def check_packages(options: ServeOptions) -> None:
-    if missing := [name for name in requirements.NEEDED["serve"] if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in requirements.needed("serve") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"{INSTALL} (missing here: {', '.join(missing)})")
     requirements.check("serve")
 

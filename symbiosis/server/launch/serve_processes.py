@@ -7,10 +7,13 @@ import shutil
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
 
 from symbiosis.base import procs
 from symbiosis.base.folders import Use, process_folder
@@ -20,10 +23,9 @@ from symbiosis.build import build
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.model.checkpoint import located
 from symbiosis.protocol.endpoints import socket_path
-from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
+from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions, Started
 from symbiosis.server.ipc.engine_server import EngineServer
 from symbiosis.server.ipc.pulse import SILENT_S
-from symbiosis.server.launch.children import RestartingChild, executor_code, http_code
 from symbiosis.server.launch.preflight import chat_template, folder_of, named
 from symbiosis.serving.serve_options import ServeOptions
 
@@ -35,6 +37,8 @@ logger = logging.getLogger("symbiosis")
 LOOK_EVERY_S = 0.1
 START_S = 600.0
 END_S = 20.0  # for the engine, when nothing is under way any more
+WITHIN_S = 60.0  # a process that dies so often in this time is given up
+STOP_S = 10.0  # for the executor
 QUIET_S = 5.0  # without a request, before a server whose cluster is gone ends
 KIND = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "n_embd", "n_layer", "n_head",
@@ -48,6 +52,46 @@ OPEN = (
 
 class Ending(BaseException):
     """SIGTERM or SIGINT came. Like KeyboardInterrupt, it is no error of the model's for those who try whether it works."""
+
+
+class KeepsDying(SymbiosisError):
+    """A process dies again and again, and starting it once more would not help."""
+
+
+class RestartingChild:
+    """A process that is started again when it dies, unless that happens too often. What it prints when it is ready is not shown: this server
+    has a line of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._child: procs.Child | None = None
+        self._starts: deque[float] = deque(maxlen=procs.MOST_STARTS)
+
+    def start(self, words: list[str], descriptors: tuple[int, ...] = ()) -> None:
+        now = time.monotonic()
+        if len(self._starts) == procs.MOST_STARTS and now - self._starts[0] < WITHIN_S:
+            raise KeepsDying(f"{self.name} died {procs.MOST_STARTS} times within {WITHIN_S:g} s: see what it wrote")
+        self._starts.append(now)
+        self._child = procs.Child(words, descriptors=descriptors)
+
+    @property
+    def child(self) -> procs.Child:
+        """The process that was started last."""
+        assert self._child is not None
+        return self._child
+
+    @property
+    def is_dead(self) -> bool:
+        return self._child is not None and self._child.status is not None
+
+    def stop(self) -> None:
+        """Let it finish, if it was started."""
+        if self._child is not None:
+            self._child.stop(STOP_S)
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
 
 
 class ServeProcesses:
@@ -103,7 +147,7 @@ class ServeProcesses:
 
     def _start_executor(self) -> str:
         endpoint = f"local://{self._folder}/executor.sock"
-        self._executor.start(executor_code(self._options, endpoint))
+        self._executor.start(executor_words(self._options, endpoint))
         return endpoint
 
     def _start_http(self) -> None:
@@ -119,8 +163,8 @@ class ServeProcesses:
             log_format=options.log_format,
         )  # fmt: skip
         with theirs:
-            code = http_code(self._listener, theirs, front)
-            self._http.start(code, (self._listener.fileno(), theirs.fileno()))
+            words = http_words(self._listener, theirs, front)
+            self._http.start(words, (self._listener.fileno(), theirs.fileno()))
 
     @contextmanager
     def _engine(self, endpoint: str) -> Iterator["Engine"]:
@@ -192,7 +236,7 @@ class ServeProcesses:
             logger.error(
                 "the executor died (status %d) and is started again; requests wait", self._executor.child.status
             )
-            self._executor.start(executor_code(self._options, endpoint))
+            self._executor.start(executor_words(self._options, endpoint))
         assert self._link is not None
         if not engine.is_alive:
             self._give_up("the engine's thread has died")
@@ -234,6 +278,17 @@ class ServeProcesses:
         too_long.daemon = True
         too_long.start()
         self._link.close()
+
+
+def executor_words(options: ServeOptions, endpoint: str) -> list[str]:
+    of_dtype = ["--dtype", options.dtype] if options.dtype else []
+    words = [str(options.model), "--listen", endpoint, "--log-format", options.log_format, *of_dtype]
+    return procs.program("symbiosis.cli.main:executor_main", *words, name="executor")
+
+
+def http_words(listener: socket.socket, link: socket.socket, options: FrontOptions) -> list[str]:
+    started = msgspec.json.encode(Started(listener.fileno(), link.fileno(), options)).decode()
+    return ["-m", "symbiosis.server.http_process", started]
 
 
 def model_name(options: ServeOptions) -> str:
