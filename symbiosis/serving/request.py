@@ -2,8 +2,25 @@
 
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import Annotated, NamedTuple
 
 import msgspec
+
+MANY = 2**31
+
+
+class Limit(NamedTuple):
+    """From the least number to the most; `above`: the least itself is too little."""
+
+    least: float
+    most: float
+    above: bool = False
+
+
+class Count(NamedTuple):
+    """How many there may be."""
+
+    most: int
 
 
 class Finish(StrEnum):
@@ -17,26 +34,26 @@ class Finish(StrEnum):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the tokens of a completion are chosen.
+    """How the tokens of a completion are chosen. An engine refuses what is beyond a field's limit (`serving/engine/limits.py`).
 
     >>> Sampling(temperature=0.0).is_greedy
     True
     """
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop_tokens: tuple[int, ...] = ()  # besides the model's own ends
+    max_tokens: Annotated[int, Limit(0, MANY)] = 16
+    min_tokens: Annotated[int, Limit(0, MANY)] = 0
+    temperature: Annotated[float, Limit(0, 100)] = 1.0
+    top_p: Annotated[float, Limit(0, 1, above=True)] = 1.0
+    top_k: Annotated[int, Limit(0, MANY)] = 0
+    min_p: Annotated[float, Limit(0, 1)] = 0.0
+    seed: Annotated[int | None, Limit(-(2**63), 2**63 - 1)] = None
+    stop_tokens: Annotated[tuple[int, ...], Count(128)] = ()  # besides the model's own ends
     ignore_eos: bool = False
-    logprobs: int | None = None  # of so many other tokens, too
-    logit_bias: dict[int, float] = {}
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    logprobs: Annotated[int | None, Limit(0, 20)] = None  # of so many other tokens, too
+    logit_bias: Annotated[dict[int, float], Count(1024)] = {}
+    presence_penalty: Annotated[float, Limit(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, Limit(-2, 2)] = 0.0
+    repetition_penalty: Annotated[float, Limit(0.01, 100)] = 1.0
     schema: str | None = None  # JSON schema that the text must follow
 
     @property

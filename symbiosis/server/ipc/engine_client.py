@@ -47,7 +47,8 @@ class OpenRequest:
 
     request: Request
     take: OnOutput | None  # None: it was cancelled
-    left: int  # completions that have not finished
+    completions: int
+    left: int  # of them, those that have not finished
 
 
 class EngineClient(asyncio.Protocol):
@@ -95,7 +96,7 @@ class EngineClient(asyncio.Protocol):
         if self.ended.done():
             raise gone()
         completions = len(request.under_way)
-        self._requests[request.id] = OpenRequest(request, on_output, completions)
+        self._requests[request.id] = OpenRequest(request, on_output, completions, completions)
         self.places.take(request.tenant, completions)
         self._tell(Submit(request))
 
@@ -214,7 +215,7 @@ class EngineClient(asyncio.Protocol):
         """Forget a request that the engine has ended."""
         asked = self._requests.pop(id, None)
         if asked is not None:
-            self.places.give_back(asked.request.tenant, len(asked.request.under_way))
+            self.places.give_back(asked.request.tenant, asked.completions)
         return asked
 
     def close(self) -> None:

@@ -1,46 +1,26 @@
-"""What a request may ask for: one table, and the check of a request by it, before it is queued. A request that cannot be served is told why."""
+"""The check of a request before it is queued, by the limits of its fields and by what the server holds. One that cannot be served is told why."""
 
 from bisect import bisect_right
 from collections.abc import Sequence, Sized
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, get_type_hints
 
 import msgspec
 
 from symbiosis.errors import ConfigError
-from symbiosis.serving.request import Request, Sampling
+from symbiosis.serving.request import MANY as MANY
+from symbiosis.serving.request import Count, Limit, Request, Sampling
 
 if TYPE_CHECKING:  # it imports torch, and the process that speaks HTTP does without
     from symbiosis.serving.runner.model_runner import ModelRunner
 
 
-class Limit(NamedTuple):
-    """From the least number to the most; `above`: the least itself is too little."""
-
-    least: float
-    most: float
-    above: bool = False
-
-
-MANY = 2**31
-LIMITS = {  # by the fields of `Sampling` and `Request`
-    "max_tokens": Limit(0, MANY),
-    "min_tokens": Limit(0, MANY),
-    "temperature": Limit(0, 100),
-    "top_p": Limit(0, 1, above=True),
-    "top_k": Limit(0, MANY),
-    "min_p": Limit(0, 1),
-    "repetition_penalty": Limit(0.01, 100),
-    "presence_penalty": Limit(-2, 2),
-    "frequency_penalty": Limit(-2, 2),
-    "seed": Limit(-(2**63), 2**63 - 1),
-    "logprobs": Limit(0, 20),
-    "completions": Limit(1, 128),
-}
+FIELDS = get_type_hints(Sampling, include_extras=True)
+OF_SAMPLING = {name: each for name, hint in FIELDS.items() for each in getattr(hint, "__metadata__", ())}
+# by the fields of `Sampling` and `Request`
+LIMITS = {name: each for name, each in OF_SAMPLING.items() if isinstance(each, Limit)} | {"completions": Limit(1, 128)}
 BIAS = Limit(-100, 100)
-COUNTS = {  # how many there may be
+COUNTS = {name: each.most for name, each in OF_SAMPLING.items() if isinstance(each, Count)} | {
     "stop": 16,
-    "stop_tokens": 128,
-    "logit_bias": 1024,
     "messages": 16_384,  # and their parts
     "metadata": 16,
 }
@@ -86,13 +66,14 @@ def check_types(sampling: Sampling) -> None:
 
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     """Raise `Unfit` for what no engine does."""
-    for name in ("stop_tokens", "logit_bias"):
-        if (held := getattr(sampling, name)) and isinstance(held, Sized):
+    for name, limit in OF_SAMPLING.items():
+        held = getattr(sampling, name)
+        if isinstance(limit, Count) and isinstance(held, Sized) and held:
             check_count(name, len(held))
     check_types(sampling)
-    for name in Sampling.__struct_fields__:
-        if name in LIMITS:
-            check_number(name, getattr(sampling, name))
+    for name, limit in OF_SAMPLING.items():
+        if isinstance(limit, Limit):
+            check_number(name, getattr(sampling, name), limit)
     if sampling.min_tokens > sampling.max_tokens:
         raise Unfit("min_tokens", f"are {sampling.min_tokens}, and max_tokens {sampling.max_tokens}")
     check_tokens("stop_tokens", sampling.stop_tokens, vocabulary)

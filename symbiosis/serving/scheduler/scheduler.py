@@ -118,9 +118,16 @@ class Scheduler:
             self.finish(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        if sequence not in self._of_request.get(sequence.request.id, ()):
+        """Count a sequence no more. What one request or tenant costs does not grow with what others have waiting."""
+        mine, tenant = self._of_request.get(sequence.request.id, []), sequence.tenant
+        if sequence not in mine:
             return
-        self._go(sequence)
+        mine.remove(sequence)
+        if not mine:
+            del self._of_request[sequence.request.id]
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
         self._followers.pop(sequence, None)
         self._untried.discard(sequence)
         if sequence in self.running:
@@ -195,16 +202,6 @@ class Scheduler:
         self._of_request.setdefault(sequence.request.id, []).append(sequence)
         self._of_tenant[sequence.tenant] += 1
         self._wait(sequence)
-
-    def _go(self, sequence: Sequence) -> None:
-        """Count a sequence no more. What one request or tenant costs does not grow with what others have waiting."""
-        id, tenant = sequence.request.id, sequence.tenant
-        self._of_request[id].remove(sequence)
-        if not self._of_request[id]:
-            del self._of_request[id]
-        self._of_tenant[tenant] -= 1
-        if not self._of_tenant[tenant]:
-            del self._of_tenant[tenant]
 
     def _wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_coming)
