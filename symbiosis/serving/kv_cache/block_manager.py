@@ -37,7 +37,7 @@ class BlockManager:
 
     def needed(self, tokens: int) -> int:
         """Return how many pages so many tokens need."""
-        return _blocks(tokens) * self.layers
+        return -(-tokens // BLOCK) * self.layers
 
     def needed_at_once(self, tokens: int, piece: int | None) -> int:
         """Return how many pages a sequence needs at most while so many tokens are computed, when what lies behind windows is given back.
@@ -45,7 +45,7 @@ class BlockManager:
         Args:
             piece: So many tokens of a prompt are computed at a time. None: all of it.
         """
-        count = _blocks(tokens)
+        count = -(-tokens // BLOCK)
         if piece is None:
             return count * self.layers
         seen = {window: min(count, (window + piece) // BLOCK + 2) for window in self._windowed}
@@ -79,7 +79,7 @@ class BlockManager:
 
     def grow(self, sequence: Sequence, upto: int) -> bool:
         """Make room for a sequence's first `upto` tokens. If there are not enough pages, nothing changes."""
-        count = max(0, _blocks(upto) - len(sequence.blocks))
+        count = max(0, -(-upto // BLOCK) - len(sequence.blocks))
         if not self.make_room(count * self.layers):
             return False
         sequence.blocks.extend(Block(tuple(self.pool.take(self.layers))) for _ in range(count))
@@ -151,10 +151,6 @@ class BlockManager:
     def _drop(self, name: bytes) -> None:
         self.pool.give_back(self._unused.pop(name).pages)
         del self._named[name], self._versions[name]
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK)
 
 
 def _start(sequence: Sequence) -> bytes:

@@ -197,11 +197,15 @@ class Lookup:
         self._written_keys, self._written_values = arena.rows(pages, inside)
         single = [number for number, segment in enumerate(segments) if segment.rows == 1]
         self._single = Together(arena, joint[:, single], [segments[number] for number in single]) if single else None
-        self._longer = [
-            (segment, Together(arena, joint[:, number : number + 1], [segment]))
-            for number, segment in enumerate(segments)
-            if segment.rows > 1
-        ]
+        windows = [layer.window for layer in arena.layers if layer.window is not None]
+        self._longer: list[
+            tuple[ScheduledRequest, Together | None]
+        ] = []  # none: all that its rows see is in this very step
+        for number, segment in enumerate(segments):
+            if segment.rows > 1:
+                looks = segment.position or any(window < segment.rows for window in windows)
+                together = Together(arena, joint[:, number : number + 1], [segment]) if looks else None
+                self._longer.append((segment, together))
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         """Attend in one layer. Each of q, k and v is [1, heads, rows, size]; the result is [1, rows, heads, size]."""
@@ -215,9 +219,9 @@ class Lookup:
             self._single.look(layer, query[0], how, result[0])
         for segment, together in self._longer:
             rows = slice(segment.first, segment.first + segment.rows)
-            if segment.position or (how.window is not None and how.window < segment.rows):
+            if together is not None and (segment.position or (how.window is not None and how.window < segment.rows)):
                 together.look(layer, query[0], how, result[0])
-            else:  # all that these rows see is in this very step
+            else:
                 y = attend_within(query[:, :, rows], key[:, :, rows], value[:, :, rows], how)
                 result[:, rows] = y.transpose(1, 2)
         return result
