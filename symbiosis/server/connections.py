@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from symbiosis.server.api_errors import ApiError
@@ -107,8 +107,3 @@ def server_of(app: ASGIApp, observer: Observer, listeners: list[socket.socket], 
         proxy_headers=False, timeout_keep_alive=HEAD_S, h11_max_incomplete_event_size=MOST_HEAD, timeout_graceful_shutdown=int(graceful_s),
     )  # fmt: skip
     return uvicorn.Server(config)
-
-
-def connection_of(scope: Scope) -> HttpConnection | None:
-    found: HttpConnection | None = scope.get("state", {}).get("connection")
-    return found

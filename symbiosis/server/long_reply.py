@@ -84,8 +84,9 @@ class Stream(LongReply):
             await outlet.take(_event(error.body) + b"data: [DONE]\n\n", more=False)
             return
         await self._begin(outlet)
-        last = self._words.chunk([], usage(self._generation), is_asked=True)
-        ending = _event(last) if self._wants_usage else b""
+        ending = b""
+        if self._wants_usage:
+            ending = _event(self._words.chunk([], usage(self._generation), is_asked=True))
         await outlet.take(ending + b"data: [DONE]\n\n", more=False)
 
     def _hand_over(self, outlet: SseWriter, read: Callable[[], list[Delta]]) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from starlette.types import Scope, Send
 
-from symbiosis.server.connections import connection_of
+from symbiosis.server.connections import HttpConnection
 
 PIECE = 1 << 16  # bytes that are sent at once
 Headers = list[tuple[bytes, bytes]]
@@ -17,7 +17,8 @@ class SseWriter:
     """Where an answer goes. A piece that nobody has to wait for is `put`: it need not pass through all layers of the application."""
 
     def __init__(self, send: Send, scope: Scope) -> None:
-        self._send, self._connection, self._is_sending = send, connection_of(scope), False
+        self._send, self._is_sending = send, False
+        self._connection: HttpConnection | None = scope.get("state", {}).get("connection")
 
     async def start(self, headers: Headers, status: int = 200) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
