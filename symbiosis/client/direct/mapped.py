@@ -120,10 +120,10 @@ class Mapped:
             page.made(tokens)
 
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
-        """Return the weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
-        matrix = self._matrices.get(
-            number
-        )  # an eager layer pays for each function, so the usual case calls `is_none` alone
+        """Return the weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now.
+
+        An eager layer pays for each function, so the usual case, in which nothing is advised, calls none but `is_none`."""
+        matrix = self._matrices.get(number)
         if matrix is None or matrix.dtype is not dtype or not (x.is_cpu if self._on_cpu else x.device == self.device):
             return None
         if is_compiling() or _is_tracing() or _len_torch_dispatch_stack():  # `is_watched`
