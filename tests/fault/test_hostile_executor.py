@@ -23,6 +23,7 @@ from transformers import DebertaV2Config, DebertaV2ForMaskedLM, GenerationConfig
 
 import symbiosis
 from symbiosis.cli import top
+from symbiosis.client.connection import reconnect
 from symbiosis.client.connection.lifetime import beat_every
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code, ConfigError, ProtocolError, SymbiosisError, WrapError
@@ -176,8 +177,9 @@ def test_texts_of_refusals_are_written_out() -> None:
 
 
 @pytest.mark.parametrize("join", ["from_executor", "top"])
-def test_a_client_connects_to_no_host_that_only_the_executor_names(join: str) -> None:
-    """Another address of this machine stands for a host of the user's."""
+def test_a_client_connects_to_no_host_that_only_the_executor_names(join: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another address of this machine stands for a host of the user's, which lets nobody in."""
+    monkeypatch.setattr(reconnect, "JOIN_S", 0.5)
     with socket.create_server(("127.0.0.2", 0)) as victim:
         victim.settimeout(0.5)
         port = victim.getsockname()[1]
@@ -499,7 +501,6 @@ def test_more_than_was_asked_for_is_not_taken(frames: list[int], processes: list
 
 def test_a_reply_larger_than_a_connection_takes_is_asked_for_anew(serve: Callable, monkeypatch: Any) -> None:
     """With room for it, and nothing counted as lost."""
-    from symbiosis.client.connection import reconnect
 
     monkeypatch.setattr(reconnect, "FIRST_ROOM", 1 << 20)
     session = Session(serve(tiny_llama(), listen=["tcp://127.0.0.1:0"]).endpoint)

@@ -154,6 +154,7 @@ def test_a_long_way(proxy: FaultProxy, calm: dict[str, Any]) -> None:
     assert result["reconnects"] == 0
 
 
+@pytest.mark.full
 def test_a_thin_line(proxy: FaultProxy, executor: Executor) -> None:
     """1 Mbit/s in each direction."""
     proxy.bits_per_s = 1e6
