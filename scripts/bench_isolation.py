@@ -4,7 +4,7 @@
     crowd    50 connections that each make one call after another, as 50 programs would
     frozen   large replies are on their way to a client that is stopped (SIGSTOP) and reads nothing
     trainer  calls of very many rows, one after another, that claim to be urgent
-    strangers  200 handshakes a second with keys that are not among the 1,000 tenants
+    strangers  200 handshakes a second with keys that are not among the 1,000 tenants (bench_strangers.py: all that they can do)
     rows     four sessions with calls of 8,192 rows
     costly   of each op the call that costs most for what is sent: seeds, stacks, groups, wide columns, reads, norms
     watchers 20 connections of observers that have large payloads sent back, and read late
@@ -151,6 +151,17 @@ class Raw:
         return results
 
 
+def knock(endpoint: str) -> zmq.Socket:
+    """Begin a handshake at `endpoint` with a key that nobody knows."""
+    place = Address.parse(endpoint.removeprefix("tcp://"))
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger, socket.reconnect_ivl = 0, -1
+    place.unlock(socket)
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.connect(f"tcp://{place.where}")
+    return socket
+
+
 def give_way() -> None:
     """Give this process the lowest priority. Linux may divide the processors among sessions first (autogroups), and what `nice` says
     counts only within one: so it becomes a session of its own, of the lowest priority."""
@@ -245,22 +256,13 @@ class Nuisance:
             if count > (now - begun) * HANDSHAKES_PER_S:
                 time.sleep(1e-3)
                 continue
-            knocking.append(self._knock())
+            knocking.append(knock(self._endpoint))
             count += 1
             if len(knocking) > HANDSHAKES_PER_S:
                 knocking.popleft().close()
         for socket in knocking:
             socket.close()
         return count
-
-    def _knock(self) -> zmq.Socket:
-        place = Address.parse(self._endpoint.removeprefix("tcp://"))
-        socket = zmq.Context.instance().socket(zmq.DEALER)
-        socket.linger, socket.reconnect_ivl = 0, -1
-        place.unlock(socket)
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.connect(f"tcp://{place.where}")
-        return socket
 
     def rows(self, start: float, seconds: float) -> int:
         """Calls of many rows from several sessions."""

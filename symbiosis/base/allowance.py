@@ -16,16 +16,12 @@ class Allowance:
         self._each_s, self._saved_s = 1 / per_s, (at_once - 1) / per_s
         self._used: dict[Hashable, float] = {}  # until when each caller has used up its share
 
-    def has_some(self, who: Hashable, now: float) -> bool:
-        """Whether `who` may do it now."""
+    def takes(self, who: Hashable, now: float) -> bool:
+        """Whether `who` may do it now. If so, it counts as done."""
         used = self._used.get(who)
-        return len(self._used) < MOST_KNOWN if used is None else used <= now + self._saved_s
-
-    def takes(self, who: Hashable, now: float, times: int = 1) -> bool:
-        """Whether `who` may do it now. If so, it counts as done, so many times."""
-        if not self.has_some(who, now):
+        if len(self._used) >= MOST_KNOWN if used is None else used > now + self._saved_s:
             return False
-        self._used[who] = max(now, self._used.get(who, now)) + times * self._each_s
+        self._used[who] = max(now, used or now) + self._each_s
         return True
 
     def spends(self, who: Hashable, now: float, times: int) -> bool:

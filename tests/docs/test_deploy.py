@@ -189,6 +189,14 @@ def test_panels_lie_beside_each_other_and_not_one_on_another(file: str) -> None:
     assert set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(dashboard))) <= variables | {"__rate_interval", "__all"}
 
 
+@pytest.mark.skipif(not shutil.which("nft"), reason="no nft here")
+def test_nftables_takes_the_limits_of_new_connections() -> None:
+    done = subprocess.run(["nft", "-c", "-f", DEPLOY / "nftables.conf"], capture_output=True, text=True, timeout=60)
+    if "Operation not permitted" in done.stderr:
+        pytest.skip("this user may not ask the kernel")
+    assert done.returncode == 0, done.stderr
+
+
 STAGES = {
     head.split()[-1]: body for head, body in re.findall(r"^FROM (.*)\n((?:(?!FROM ).*\n)*)", DOCKERFILE, re.MULTILINE)
 }

@@ -210,6 +210,17 @@ def test_bars_of_isolation(
     assert all(held for _, held in found.values()) == holds
 
 
+@pytest.mark.parametrize(("p50", "grown", "holds"), [(10.0, 512.0, True), (10.1, 512.0, False), (10.0, 513.0, False)])
+def test_bars_of_strangers(
+    p50: float, grown: float, holds: bool, script: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = script("bench_strangers")
+    rounds = {situation: [bench.Round(2.0, 3.0, p50, 20.0, grown, 7)] * 3 for situation in bench.SITUATIONS}
+    found = holding(bench.report(rounds), capsys)
+    assert len(found) == 2 * len(bench.SITUATIONS)
+    assert all(held for _, held in found.values()) == holds
+
+
 @pytest.mark.parametrize(("loss_difference", "decode"), [(0.0, 3.0), (1e-3, 2.0)])
 @pytest.mark.parametrize("called", [True, False])
 def test_bars_of_steps(

@@ -29,9 +29,9 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
-from symbiosis.transport.tcp import gate, lookout
+from symbiosis.transport.tcp import connection_monitor
+from symbiosis.transport.tcp.connection_monitor import FIRST_BYTES
 from symbiosis.transport.tcp.listener import REFUSALS
-from symbiosis.transport.tcp.lookout import FIRST_BYTES
 from symbiosis.transport.tcp.tenant_auth import MORE_THAN_JOIN, Address
 from tests.conftest import tiny_llama
 from tests.processes import Bystander, Executor, killed_at_the_end, p99, save_tiny_llama, until
@@ -228,15 +228,6 @@ class Watch:
         return p99(self._bystander.times[self._calls :]), cores
 
 
-def silent_connections(host: str, port: int, count: int) -> Iterator[socket.socket]:
-    """Connections that say nothing: as many at once as the gate lets in, and more as fast as it lets them in."""
-    begun = time.monotonic()
-    for number in range(count):
-        due = begun + (number - 0.9 * gate.AT_ONCE) / (0.9 * gate.PER_S)
-        time.sleep(max(0.0, due - time.monotonic()))
-        yield socket.create_connection((host, port), timeout=WAIT_S)
-
-
 @pytest.mark.alone
 @pytest.mark.fault
 @pytest.mark.timeout(300)
@@ -259,7 +250,7 @@ def test_connections_that_say_nothing_keep_nobody_out_for_long(
         time.sleep(1.0)  # of a calm executor
         calm, cores = watch.seen()
         watch = Watch(town.executor, bob)
-        silent = list(silent_connections(host, int(port), connections))
+        silent = [socket.create_connection((host, int(port)), timeout=WAIT_S) for _ in range(connections)]
         bob.goes_on()
         begun = time.monotonic()
         new = Session(town.endpoint("alice"))
@@ -307,7 +298,7 @@ def test_a_tenants_connections_that_never_join_keep_nobody_out_for_long(town: To
 def test_who_does_not_join_is_hung_up_on(
     keys: bool, tmp_path: Path, serve: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookout, "UNJOINED_S", 1.0)
+    monkeypatch.setattr(connection_monitor, "UNJOINED_S", 1.0)
     realm = Realm(tmp_path)
     endpoint = realm.endpoint("alice") if keys else serve(tiny_llama(), listen=["tcp://127.0.0.1:0"]).endpoint
     joined, silent, refused = Raw.joined(endpoint), Raw(endpoint), Raw(endpoint)
@@ -327,16 +318,16 @@ def test_few_connections_of_a_tenant_are_in_without_a_session(tmp_path: Path) ->
     most = 2 + MORE_THAN_JOIN
     with zmq.Context() as context:
         silent = [let_in(context, realm.endpoint("alice")) for _ in range(most - 4)]
-        door = realm.executor.server.listeners[0]._door
-        until(lambda: len(door._let_in["alice"]) == most - 4, "the end of the handshakes")
+        auth = realm.executor.server.listeners[0]._auth
+        until(lambda: len(auth._let_in["alice"]) == most - 4, "the end of the handshakes")
         for _ in range(3):
             session = realm.session()
             assert echoes(session)
             session.close()
-        assert len(door._let_in["alice"]) == most - 4
+        assert len(auth._let_in["alice"]) == most - 4
         more = [let_in(context, realm.endpoint("alice")) for _ in range(8)]
-        until(lambda: len(door._held) == 4, "a queue at the door")
-        assert len(door._let_in["alice"]) == most
+        until(lambda: len(auth._held) == 4, "a queue at the door")
+        assert len(auth._let_in["alice"]) == most
         for connection in (*silent, *more):
             connection.close()
     realm.executor.close()

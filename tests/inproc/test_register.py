@@ -156,7 +156,7 @@ def test_handshakes_that_fail_are_told_with_reason_and_address(realm: Realm) -> 
     for endpoint in (realm.endpoint("alice", server="other"), realm.endpoint("stranger")):
         with pytest.raises(SymbiosisError):
             _ = Session(endpoint, timeout=5.0, patience=0.0).welcome
-    connections = realm.executor.server.listeners[0]._handshakes._open
+    connections = realm.executor.server.listeners[0]._monitor._open
     for said in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", GREETING, b""):
         until(lambda: all(spoke for _, spoke in list(connections.values())), "the end of the connections before")
         with socket.create_connection(("127.0.0.1", realm.port)) as sock:

@@ -44,16 +44,14 @@ def is_let_in(realm: Realm, name: str) -> bool:
         session.close()
 
 
-def knocks(endpoint: str, count: int, monitors: list[zmq.Socket] | None = None) -> list[zmq.Socket]:
-    """So many connections that each begin a handshake. `monitors` are told of those that are refused."""
+def knocks(endpoint: str, count: int) -> list[zmq.Socket]:
+    """So many connections that each begin a handshake."""
     place = Address.parse(endpoint.removeprefix("tcp://"))
     sockets = []
     for _ in range(count):
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.linger, socket.reconnect_ivl = 0, -1
         place.unlock(socket)
-        if monitors is not None:  # before it can be refused
-            monitors.append(socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
         socket.connect(f"tcp://{place.where}")
         sockets.append(socket)
     return sockets
@@ -222,38 +220,19 @@ def test_a_line_that_is_not_understood_lets_nobody_in(line: str, tmp_path: Path)
         read_public(public)
 
 
-# ---------------------------------------------------------------- strangers, and tenants who come very often
-
-
-def test_strangers_of_one_address_are_told_so_a_few_times_only(realm: Realm) -> None:
-    """The others wait in vain, until ZeroMQ ends their handshakes; a tenant of the same address comes in meanwhile."""
-    generate("eve", realm.folder)
-    realm.let_in("bob")
-    door, begun = realm.executor.server.listeners[0]._door, time.monotonic()
-    door._strangers = Allowance(5, 1.0)
-    monitors = list[zmq.Socket]()
-    sockets = knocks(realm.endpoint("eve"), 40, monitors)
-    figures = realm.executor.server.ledger
-    until(lambda: figures.kept_out["UNKNOWN_KEY"] >= 40, "forty handshakes")
-    assert is_let_in(realm, "bob")
-    until(lambda: sum(bool(monitor.poll(0)) for monitor in monitors) >= 5, "five answers")
-    assert sum(bool(monitor.poll(0)) for monitor in monitors) <= 6 + time.monotonic() - begun
-    for socket, monitor in zip(sockets, monitors, strict=True):
-        socket.disable_monitor()
-        monitor.close()
-        socket.close()
+# ---------------------------------------------------------------- tenants who come very often
 
 
 def test_a_tenant_who_comes_again_and_again_waits_at_the_door(realm: Realm) -> None:
     """... and nobody else does."""
     realm.let_in("bob")
-    door = realm.executor.server.listeners[0]._door
-    door._comes = Allowance(5, 2.0)
+    auth = realm.executor.server.listeners[0]._auth
+    auth._comes = Allowance(5, 2.0)
     for _ in range(5):
         assert is_let_in(realm, "alice")
     sockets = knocks(realm.endpoint("alice"), 20)
-    until(lambda: len(door._held) >= 10, "a queue")
-    assert is_let_in(realm, "bob") and door._held
+    until(lambda: len(auth._held) >= 10, "a queue")
+    assert is_let_in(realm, "bob") and auth._held
     for socket in sockets:
         socket.close()
     until(lambda: is_let_in(realm, "alice"), "the end of the queue")

@@ -40,7 +40,7 @@ class JoinLog:
         self._left_out = 0  # such sessions since the last line
 
     def joined(self, session: ServedSession) -> None:
-        """Record a session, unless clients without keys join too often: they must not fill the disk. (Tenants wait at the door.)"""
+        """Record a session, unless clients without keys join too often: they must not fill the disk. (Tenants who come often must wait.)"""
         if not session.peer.tenant and not self._sessions.takes("", monotonic()):
             self._untold.add(session.number)
             self._left_out += 1

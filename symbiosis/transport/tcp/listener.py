@@ -24,21 +24,18 @@ from symbiosis.protocol import (
 from symbiosis.transport.base import ServerPort
 from symbiosis.transport.nccl.peer import NcclPeer
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tcp.gate import Gate
-from symbiosis.transport.tcp.handshakes import Handshakes
-from symbiosis.transport.tcp.intake import Frames, Intake, Outcome, take_call
-from symbiosis.transport.tcp.lookout import Lookout
+from symbiosis.transport.tcp.call_frames import Message, Outcome, take_call
+from symbiosis.transport.tcp.connection_monitor import ConnectionMonitor
 from symbiosis.transport.tcp.peer import TcpPeer
 from symbiosis.transport.tcp.sockets import PIECE, Wire, harden
 from symbiosis.transport.tcp.tenant_auth import TenantAuth
-from symbiosis.transport.tcp.waiting_room import Knock, WaitingRoom
+from symbiosis.transport.tcp.tenant_queues import TenantQueues
 
 AT_ONCE = 64  # most messages taken in, or read, between two products
 OF_ONE = 8  # most messages read of one tenant between two products, while others call
 BEGUN_AT_ONCE = 4  # most tenants whose long messages are read a part of between two products
 REFUSALS = 100  # a tenant (without keys: connection) with more than this between two ticks is hung up on
 IN_VAIN_PER_S = 64 << 20  # bytes that it may send with what is refused, unless --max-tenant-bytes-per-s is less
-LET_IN_S = 2e-3  # of the loop's time for joins without keys, between two products
 FORGET_S = 10.0  # messages of a closed connection may still be queued for so long
 TOO_EARLY = Code.NOT_JOINED, "join before you say more"
 STRANGERS = b""  # stands for all connections that have not joined, without keys to tell them apart
@@ -54,61 +51,47 @@ class TcpListener:
         self._refusals: Counter[str | bytes] = Counter()  # since the last tick, by tenant or identity
         self._in_vain = _most_in_vain(inbox.limits)
         self._gone: dict[bytes, float] = {}  # closed connections, and when to forget them
-        self._waiting = WaitingRoom()
         # the tenants whose messages were read since the last tick, and in the interval before it
         self._active: tuple[set[str | bytes], set[str | bytes]] = set(), set()
         self._due = False  # whether `_drain` is already scheduled
         self._drained = -1  # the pass of the loop that takes in no more
-        self._door = TenantAuth.at(address, reactor, inbox)
-        self.encrypted = self._door is not None
-        self._socket = self._bound(address)
-        too_much = lambda frames: self._handle(frames, room=False)  # noqa: E731
-        self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, too_much, self.encrypted)
-        self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        port = int(self.url.rpartition(":")[2])
-        self._gate = Gate(port, inbox.kept_out, fines=self._door is None)
-        self._lookout = Lookout(self, port, self._gate.fine)
+        self._auth = TenantAuth.at(address, reactor, inbox)
+        self.encrypted = self._auth is not None
+        self._socket = _router(self._auth, inbox.limits.max_call_bytes)
+        self._monitor = ConnectionMonitor(self._socket, reactor, self.encrypted, inbox.kept_out)
+        too_much = lambda message: self._handle(message, room=False)  # noqa: E731
+        self._queues = TenantQueues(self._socket, reactor, inbox.limits, self._whose, too_much, self.encrypted)
         self._fd = int(self._socket.getsockopt(zmq.FD))
-        reactor.watch(self._fd, self._drain)
-
-    def _bound(self, address: str) -> Any:
-        """Return a socket bound to `address`."""
-        bound = _router(self._door, self.inbox.limits.max_call_bytes)
-        self._handshakes = Handshakes(
-            bound, self.reactor, self.encrypted, lambda address: self._gate.came(address), self.inbox.kept_out
-        )
         try:
-            bound.bind(f"tcp://{address}")
+            self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
-            self._handshakes.close()
-            bound.close()
-            if self._door:
-                self._door.close()
+            self.close()
             raise ConfigError(f"cannot listen at tcp://{address}: {error}") from None
-        return bound
+        self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        reactor.watch(self._fd, self._drain)
 
     def _drain(self) -> None:
         """Read messages, as many as may be read before the next product. ZeroMQ's descriptor tells of changes only, so if some are
         left, run again soon."""
-        intake, unread, heard, begun = self._intake, self._intake.unread, Counter[str | bytes](), set[str | bytes]()
+        queues, heard, begun = self._queues, Counter[str | bytes](), set[str | bytes]()
         room = AT_ONCE if self._drained != self.reactor.passes else 0
         if room:
-            intake.unblock()
-            self._let_in()
+            queues.unblock()
         for _ in range(room):
             if self._socket.closed:
                 return
-            room -= intake.take_in(room)
-            if not unread.waiting and room and not intake.blocked:
+            room -= queues.take_in(room)
+            if not queues.waiting and room and not queues.blocked:
                 return
-            tenant = unread.next(besides=begun)
+            tenant = queues.next(besides=begun)
             if tenant is None or len(begun) == BEGUN_AT_ONCE or self._products_first(tenant, heard):
                 break
             heard[tenant] += 1
             self._active[0].add(tenant)
-            if self._handle(message := unread.take(tenant)):
-                unread.give_back(message)
+            if self._handle(queues.first(tenant)):
                 begun.add(tenant)
+            else:
+                queues.remove_first(tenant)
         self._drained = self.reactor.passes
         self._drain_soon()
 
@@ -116,17 +99,17 @@ class TcpListener:
         """Whether to compute before reading on from `tenant`: because it has had many messages read while others call, or all messages
         of a tenant that was heard are read."""
         many = heard[tenant] >= OF_ONE and len(self._active[0] | self._active[1]) > 1
-        return many or self._intake.unread.waiting < heard.keys()
+        return many or self._queues.waiting < heard.keys()
 
-    def _whose(self, frames: Frames) -> str | bytes:
+    def _whose(self, message: Message) -> str | bytes:
         """Return the tenant that a message counts for; without keys its connection, or `STRANGERS` if that has not joined."""
-        identity = frames[0].bytes
+        identity = message[0].bytes
         if (peer := self._peers.get(identity)) is not None:
             return peer.tenant or identity
-        return (self._tenant_of(frames[-1]) or identity) if self._door else STRANGERS
+        return (self._tenant_of(message[-1]) or identity) if self._auth else STRANGERS
 
     def _tenant_of(self, frame: zmq.Frame) -> str | None:
-        return self._door.tenant_of(frame) if self._door else None
+        return self._auth.tenant_of(frame) if self._auth else None
 
     def _drain_soon(self) -> None:
         if not self._due:
@@ -137,18 +120,18 @@ class TcpListener:
         self._due = False
         self._drain()
 
-    def _handle(self, frames: Frames, room: bool = True) -> bool:
+    def _handle(self, message: Message, room: bool = True) -> bool:
         """Read a message, and return whether there is more to do for it. Whatever goes wrong ends its connection, and nothing else."""
         try:
-            return self._read(frames, room)
+            return self._read(message, room)
         except Exception as error:
-            identity = frames[0].bytes
+            identity = message[0].bytes
             peer = self._peers.get(identity) or TcpPeer(self, identity)
-            peer.wire = peer.wire or self.reactor.attempt(None, self._wire_below, frames[-1])
+            peer.wire = peer.wire or self.reactor.attempt(None, self._wire_below, message[-1])
             self.reactor.failed(peer, error)
             return False
 
-    def _read(self, message: Frames, room: bool) -> bool:
+    def _read(self, message: Message, room: bool) -> bool:
         name, *frames = message
         identity = name.bytes
         chosen = identity[:1] != b"\0"  # an identity that a client chose could be another's
@@ -158,11 +141,11 @@ class TcpListener:
         peer, tenant = self._peers.get(identity), None
         if peer is not None:
             peer.heard = True
-        elif not room and self._intake.unread.holds(identity):  # it would overtake messages that wait
+        elif not room and self._queues.holds(identity):  # it would overtake messages that wait
             self._refuse(early := TcpPeer(self, identity, wire=self._wire_below(frames[0])), CallError(*TOO_EARLY))
             self.hang_up(early)
             return False
-        most = self._intake.most_frames
+        most = self._queues.most_frames
         try:
             tenant = self._admitted(peer, frames[0])
             if len(frames) >= most:
@@ -177,7 +160,7 @@ class TcpListener:
             self._refuse(stranger, error, REFUSALS + 1 if too_much else 1)
         return False
 
-    def _is_too_much(self, peer: TcpPeer, message: Frames) -> bool:
+    def _is_too_much(self, peer: TcpPeer, message: Message) -> bool:
         """Count the bytes of a message that is refused. Return whether its tenant has sent too many so. Those of a client that was told
         to wait, and did, do not count."""
         self.inbox.came_in_vain(peer, message.nbytes)
@@ -190,7 +173,7 @@ class TcpListener:
     def _admitted(self, peer: TcpPeer | None, frame: zmq.Frame) -> str | None:
         """Return the tenant that sent this frame, None without keys. Raise `CallError` if it may not come in any more."""
         tenant = self._tenant_of(frame)
-        if (self._door and tenant is None) or (peer is not None and peer.tenant != tenant):
+        if (self._auth and tenant is None) or (peer is not None and peer.tenant != tenant):
             if peer is not None:
                 self.drop(peer, "struck off")
             raise CallError(Code.NOT_ALLOWED, "this executor does not serve the owner of this key any more")
@@ -203,65 +186,42 @@ class TcpListener:
             raise ProtocolError(Code.TOO_LARGE, f"a control message has {MAX_CONTROL} bytes at most")
         message = decode_from_client(frames[0].buffer)
         if isinstance(message, Hello) and peer is None:
-            self._knocks(identity, tenant, frames[0], message)
+            self._join(identity, tenant, frames[0], message)
         elif peer is not None and isinstance(message, Beat):
             self.inbox.heard(peer)
         elif peer is not None and isinstance(message, Bye):
             self.hang_up(peer, "left")
-        elif isinstance(message, Bye):
-            self._waiting.leaves(identity)  # it ends its connection, and the descriptor may be another one's by now
-        elif not (isinstance(message, Beat) and identity in self._waiting):
+        elif not isinstance(message, Bye):  # of one that has left its descriptor may be another one's by now
             raise ProtocolError(Code.NOT_JOINED, f"unexpected {type(message).__name__}: join first, once")
 
     # ------------------------------------------------------------------ who comes and goes
 
-    def _knocks(self, identity: bytes, tenant: str | None, frame: zmq.Frame, hello: Hello) -> None:
-        """Handle a request to join. With keys, the client has waited at the door already; else it may have to wait here."""
-        if self._door:
-            self._join(Knock(identity, tenant, frame, hello, self._wire_below(frame)))
-        elif self._waiting.put(knock := Knock(identity, tenant, frame, hello, self._wire_below(frame))):
-            self._drain_soon()  # which lets it in
+    def _join(self, identity: bytes, tenant: str | None, frame: zmq.Frame, hello: Hello) -> None:
+        wire = self._wire_below(frame)
+        if wire is None:  # it is gone
+            self.hang_up(TcpPeer(self, identity, tenant))
+            return
+        if hello.device is None:
+            peer = TcpPeer(self, identity, tenant, wire)
+            welcome = self.inbox.joined(peer, hello)
         else:
-            self.hang_up(TcpPeer(self, identity, wire=knock.wire))
-
-    def _let_in(self) -> None:
-        """Let clients in that have waited, as many as there is time for before the next product."""
-        until = monotonic() + LET_IN_S
-        while self._drained != self.reactor.passes and (knock := self._waiting.next(monotonic())):
-            self.reactor.attempt(None, self._join_or_refuse, knock)
-            if monotonic() > until:
-                self._drained = self.reactor.passes
-                self._drain_soon()
-
-    def _join_or_refuse(self, knock: Knock) -> None:
-        self._socket.getsockopt(zmq.EVENTS)  # ZeroMQ notices connections that are gone, so that `send` fails for them
-        try:
-            self._join(knock)
-        except CallError as error:
-            self._refuse(TcpPeer(self, knock.identity, wire=knock.wire), error)
-
-    def _join(self, knock: Knock) -> None:
-        if knock.hello.device is None:
-            peer = TcpPeer(self, knock.identity, knock.tenant, knock.wire)
-            welcome = self.inbox.joined(peer, knock.hello)
-        else:
-            key = str(knock.frame.get("User-Id")) if self._door else ""
-            peer = by_nccl = NcclPeer(self, knock.identity, knock.tenant, knock.wire, knock.hello, key)
+            key = str(frame.get("User-Id")) if self._auth else ""
+            peer = by_nccl = NcclPeer(self, identity, tenant, wire, hello, key)
             self._by_nccl += (by_nccl,)
             welcome = by_nccl.welcome
-        self._peers[knock.identity] = peer
-        if self._door and knock.tenant:
-            self._door.joined(knock.tenant)
+        self._peers[identity] = peer
+        if self._auth and tenant:
+            self._auth.joined(tenant)
         self.send(peer, [encode_control(welcome)])
 
     def _wire_below(self, frame: zmq.Frame) -> Wire | None:
         """Return the wire by which a message seems to have come. If its connection is gone, it may be another's, but ZeroMQ notices
         that here, and the next `send` fails."""
-        wire = Wire.below(frame, self._handshakes.spoke)
+        wire = Wire.below(frame, self._monitor.spoke)
         self._socket.getsockopt(zmq.EVENTS)
         return wire
 
-    def _call(self, peer: TcpPeer | None, message: Frames, room: bool) -> Outcome:
+    def _call(self, peer: TcpPeer | None, message: Message, room: bool) -> Outcome:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
         outcome = take_call(self.inbox, peer, message, self.encrypted, room)
@@ -291,11 +251,9 @@ class TcpListener:
         self._refusals[peer.tenant or peer.identity] += weight
         if self._refusals[peer.tenant or peer.identity] <= REFUSALS:
             return False
-        if weight > 1:
-            self._gate.fine(peer.wire)
         self.hang_up(peer)
-        if self._door and peer.tenant:
-            self._door.bar(peer.tenant)
+        if self._auth and peer.tenant:
+            self._auth.bar(peer.tenant)
         return True
 
     def drop(self, peer: TcpPeer, why: str = "lost") -> None:
@@ -309,7 +267,6 @@ class TcpListener:
     def hang_up(self, peer: TcpPeer, why: str = "hung up on") -> None:
         """End the connection, and forget the messages that it sent or that wait for it."""
         self._gone[peer.identity] = monotonic() + FORGET_S
-        self._waiting.leaves(peer.identity)
         try:
             self.drop(peer, why)
         finally:
@@ -322,15 +279,15 @@ class TcpListener:
         self._in_vain.forget(now)
         self._active = set(), self._active[0]
         self._gone = {identity: end for identity, end in self._gone.items() if end > now}
-        if self._door:
-            self._door.tick()
-            for peer in self._by_nccl:  # their calls do not pass the door
-                if self._door.tenants.name_of(peer.key) != peer.tenant:
+        if self._auth:
+            self._auth.tick()
+            for peer in self._by_nccl:  # their calls come by a port of their own
+                if self._auth.tenants.name_of(peer.key) != peer.tenant:
                     self.hang_up(peer, "struck off")
-        self._gate.look(now)
-        self._lookout.look(list(self._peers.values()))
+        for each in list(self._peers.values()):
+            self.reactor.attempt(each, each.check_wire)
+        self._monitor.look({peer.wire for peer in self._peers.values()})
         self._drain()
-        self._let_in()
 
     def stop_accepting(self) -> None:
         with suppress(zmq.ZMQError):  # it may be unbound already
@@ -340,10 +297,10 @@ class TcpListener:
         self.reactor.forget(self._fd)
         for peer in list(self._peers.values()):
             self.drop(peer)
-        self._handshakes.close()
+        self._monitor.close()
         self._socket.close(linger=2000)  # the last replies still go out
-        if self._door:
-            self._door.close()
+        if self._auth:
+            self._auth.close()
 
 
 def _most_in_vain(limits: Limits) -> Allowance:
@@ -352,13 +309,13 @@ def _most_in_vain(limits: Limits) -> Allowance:
     return Allowance(most, most)
 
 
-def _router(door: TenantAuth | None, most_bytes: int) -> Any:
+def _router(auth: TenantAuth | None, most_bytes: int) -> Any:
     """Return a socket that takes calls of at most so many bytes."""
-    context = door.context if door else zmq.Context.instance()
+    context = auth.context if auth else zmq.Context.instance()
     router: Any = context.socket(zmq.ROUTER)
-    if door:
-        door.guard(router)
+    if auth:
+        auth.guard(router)
     harden(router)
     router.router_mandatory, router.handshake_ivl = 1, 2000
-    router.maxmsgsize = (PIECE if door else most_bytes) + 4096
+    router.maxmsgsize = (PIECE if auth else most_bytes) + 4096
     return router

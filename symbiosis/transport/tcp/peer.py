@@ -15,6 +15,8 @@ from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire, cut
 from symbiosis.transport.tensors import bytes_of
 
+SLACK_BYTES = 1 << 20  # bytes that a message may have besides its payload: frame headers, signatures, beats
+
 
 class TcpHome(Protocol):
     """What a peer needs of the listener that it came by."""
@@ -57,8 +59,8 @@ class TcpPeer:
         self._home, self._not_before = home, 0.0
         self.heeds = False  # whether it was told last to wait, and had waited as it was told before
         self.heard = True  # whether a whole message came since the last tick
-        self.before: int | None = None  # bytes received at the first tick after the last whole message
-        self.received = 0  # bytes received at the last tick
+        self._before: int | None = None  # bytes received at the first tick after the last whole message
+        self._received = 0  # bytes received at the last tick
         self._sent: deque[tuple[zmq.MessageTracker, int]] = deque()
 
     def out(self, call: Call, shape: tuple[int, ...]) -> Tensor | None:
@@ -95,6 +97,23 @@ class TcpPeer:
         while self._sent and self._sent[0][0].done:
             self._sent.popleft()
         return [nbytes for _, nbytes in self._sent]
+
+    def check_wire(self) -> None:
+        """Drop the peer if its connection has ended, and hang up if it sends too much of one message: ZeroMQ keeps all frames until the
+        last has come. Bytes that arrive are a sign of life, because a large call takes long over a slow line."""
+        if self.heard:
+            self.heard, self._before = False, None
+            return
+        received = self.wire.received() if self.wire else 0
+        if not received:
+            self._home.drop(self)
+        elif self._before is None:
+            self._before = received
+        elif received - self._before > self._home.inbox.limits.max_call_bytes + SLACK_BYTES:
+            self._home.hang_up(self)
+        elif received > self._received:
+            self._home.inbox.heard(self)
+        self._received = received
 
     def close(self) -> None:
         self._home.hang_up(self)

@@ -11,10 +11,9 @@ at the very moment at which the other end dies, may be aborted.
 
 import errno
 import os
-import resource
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -72,10 +71,10 @@ class Wire(NamedTuple):
     other_end: tuple[object, ...]
 
     @classmethod
-    def of(cls, fd: int, port: int | None = None) -> "Wire | None":
-        """Return the wire of a descriptor, or None if it is not (or no longer) a connection, or did not come in at `port`."""
+    def of(cls, fd: int) -> "Wire | None":
+        """Return the wire of a descriptor, or None if it is not (or no longer) a connection."""
         with suppress(OSError), _opened(fd) as kept:
-            if kept.family in (socket.AF_INET, socket.AF_INET6) and port in (None, kept.getsockname()[1]):
+            if kept.family in (socket.AF_INET, socket.AF_INET6):
                 return cls(fd, kept.getpeername())
         return None
 
@@ -89,13 +88,6 @@ class Wire(NamedTuple):
             return None
         spoke(descriptor)
         return cls.of(descriptor)
-
-    @classmethod
-    def all_at(cls, port: int) -> "Iterator[Wire]":
-        """Yield the connections that this process has accepted at a port."""
-        for fd in _descriptors():
-            if wire := cls.of(fd, port):
-                yield wire
 
     def near_end(self) -> str:
         """Return this process's address on the connection, "" if the connection has ended."""
@@ -117,32 +109,6 @@ class Wire(NamedTuple):
         with suppress(OSError), _opened(self.fd) as kept:
             if kept.getpeername() == self.other_end:
                 kept.shutdown(socket.SHUT_RDWR)
-
-
-def descriptor_at(port: int) -> int:
-    """Return the descriptor by which this process listens at a port, -1 if it does not."""
-    for fd in _descriptors():
-        with suppress(OSError), listening(fd, port):
-            return fd
-    return -1
-
-
-@contextmanager
-def listening(fd: int, port: int) -> Iterator[socket.socket]:
-    """Yield the socket if it is one that listens at this port, else raise OSError."""
-    with _opened(fd) as kept:
-        inet = kept.family in (socket.AF_INET, socket.AF_INET6)
-        if not (inet and kept.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and kept.getsockname()[1] == port):
-            raise OSError(errno.ENOTSOCK, "it does not listen there")
-        yield kept
-
-
-def _descriptors() -> Iterable[int]:
-    """Return this process's descriptors. If none is left to list them with, all that it may have are in use."""
-    try:
-        return list(map(int, os.listdir("/proc/self/fd")))  # noqa: PTH208
-    except OSError as error:
-        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) if error.errno == errno.EMFILE else ()
 
 
 @contextmanager

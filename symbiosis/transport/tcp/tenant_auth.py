@@ -23,7 +23,6 @@ from symbiosis.errors import ConfigError
 from symbiosis.protocol.endpoints import is_loopback, open_to_others
 from symbiosis.transport.base import UNJOINED_S, ServerPort
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tcp.gate import network_of
 
 ZAP = "inproc://zeromq.zap.01"
 IO_THREADS = 4  # of ZeroMQ; connections that share one wait while it encrypts a large message
@@ -32,7 +31,6 @@ FIRST_BAR_S, LONGEST_BAR_S = 1.0, 60.0  # a tenant that was hung up on is barred
 FORGIVEN_S = 300.0  # after so long without a bar, the next one is short again
 MORE_THAN_JOIN = 64  # a tenant may have so many more connections without a session than it may have sessions
 COMES_PER_S = 8.0  # new connections of a tenant in the long run; at once, twice as many as may lack a session
-STRANGERS_AT_ONCE, STRANGERS_PER_S = 64, 4.0  # refusals of unknown keys from one address
 HELD_S = 3.0  # ZeroMQ ends a handshake that is not answered for so long
 MOST_HELD = 1024
 AT_A_GLANCE = 64  # tenants' files that are looked at again at a time, in case they changed without a sign
@@ -51,7 +49,6 @@ class TenantAuth:
         self._most = inbox.limits.max_tenant_sessions + MORE_THAN_JOIN
         self._let_in = defaultdict[str, deque[float]](deque)  # when each tenant's connections without a session came
         self._held: list[tuple[float, list[bytes]]] = []  # unanswered questions, and when they were asked
-        self._strangers = Allowance(STRANGERS_AT_ONCE, STRANGERS_PER_S)
         self._comes = Allowance(2 * self._most, COMES_PER_S)
         self._asked: Any = self.context.socket(zmq.ROUTER)
         self._asked.linger = 0
@@ -64,7 +61,7 @@ class TenantAuth:
 
     @classmethod
     def at(cls, address: str, reactor: Reactor, inbox: ServerPort) -> "TenantAuth | None":
-        """Return the door of an address, or None for an executor without keys, which may listen on loopback only."""
+        """Return that of an address, or None for an executor without keys, which may listen on loopback only."""
         if inbox.keyring is not None:
             return cls(inbox.keyring, reactor, inbox)
         if not is_loopback(address):
@@ -72,7 +69,7 @@ class TenantAuth:
         return None
 
     def guard(self, socket: Any) -> None:
-        """Let connections come to `socket` through this door only."""
+        """Let only clients with known keys connect to `socket`."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = (half.encode() for half in self._own)
         socket.zap_domain = b"symbiosis"
@@ -123,25 +120,19 @@ class TenantAuth:
             self._reactor.call_soon(self._answer)
 
     def _decide(self, asked: float, question: list[bytes]) -> None:
-        """Let a known key in. A tenant that is barred, or has many connections without a session, waits at the door."""
+        """Let a known key in. A tenant that is barred, comes very often, or has many connections without a session, waits."""
         address, *_, mechanism, key = question[5:9]
         public = z85.encode(key).decode() if mechanism == b"CURVE" and len(key) == 32 else ""
         tenant = self._name_of(public)
         if tenant is None:
-            self._refuse(public, address.decode(), question)
+            expired = self.tenants.expired.get(public, "")
+            self._inbox.kept_out("EXPIRED_KEY" if expired else "UNKNOWN_KEY", address.decode(), expired)
+            self._say(question, b"400", b"unknown key", b"")
         elif not self._must_wait(tenant):
             self._let_in[tenant].append(monotonic())
             self._say(question, b"200", b"OK", public.encode())
         elif len(self._held) < MOST_HELD:
             self._held.append((asked, question))
-
-    def _refuse(self, public: str, address: str, question: list[bytes]) -> None:
-        """Refuse an unknown key, but not very often from one address. A client without an answer waits until ZeroMQ gives up the
-        handshake, and comes again later."""
-        tenant = self.tenants.expired.get(public, "")
-        self._inbox.kept_out("EXPIRED_KEY" if tenant else "UNKNOWN_KEY", address, tenant)
-        if self._strangers.takes(network_of(address), monotonic()):
-            self._say(question, b"400", b"unknown key", b"")
 
     def _say(self, question: list[bytes], *verdict: bytes) -> None:
         self._asked.send_multipart([*question[:4], *verdict, b""])
@@ -159,11 +150,10 @@ class TenantAuth:
             self._let_in[tenant].popleft()
 
     def tick(self) -> None:
-        """Look at the list of tenants, and decide again about the connections that still wait at the door."""
+        """Look at the list of tenants, and decide again about the connections that still wait."""
         now = monotonic()
         if now >= self._next_look:
             self._glance()
-        self._strangers.forget(now)
         self._comes.forget(now)
         held, self._held = self._held, []
         for asked, question in held:

@@ -10,11 +10,12 @@ import pytest
 import zmq
 
 from symbiosis.errors import Code
-from symbiosis.protocol import Call, Op
-from symbiosis.transport.tcp.intake import JOINED_AT_ONCE, FrameJoiner
+from symbiosis.protocol import Call, Limits, Op
+from symbiosis.transport.reactor import Reactor
+from symbiosis.transport.tcp.call_frames import JOINED_AT_ONCE, FrameJoiner, Message
 from symbiosis.transport.tcp.listener import AT_ONCE, OF_ONE
 from symbiosis.transport.tcp.peer import TcpPeer
-from symbiosis.transport.tcp.unread import MOST_OF_ONE, Unread
+from symbiosis.transport.tcp.tenant_queues import MOST_OF_ONE, TenantQueues
 from tests.processes import until
 from tests.realm import WAIT_S, Raw, Realm
 
@@ -23,88 +24,98 @@ LONG = 4 * JOINED_AT_ONCE  # bytes of a call that is read in four parts
 CONNECTIONS, CALLS = 20, 3  # 60 calls: fewer than are read at once of one tenant alone
 
 
-def waiting(**messages: int) -> Unread[str, str]:
+def message(connection: bytes, text: str, nbytes: int = 100) -> Message:
+    made = Message()
+    made += [zmq.Frame(connection), zmq.Frame(text.encode())]
+    made.nbytes = nbytes
+    return made
+
+
+def queues(most: int = 8, **messages: int) -> TenantQueues:
     """So many of each tenant, each of 100 bytes, and each over a connection of its own."""
-    unread = Unread[str, str](most=8, most_bytes=MOST_BYTES)
+    limits = Limits(max_in_flight=most, max_tenant_bytes=MOST_BYTES)
+    made = TenantQueues(None, Reactor(), limits, str, print, encrypted=False)
     for tenant, count in messages.items():
         for number in range(count):
-            unread.put(tenant, f"{tenant}{number}".encode(), f"{tenant}{number}", 100)
-    return unread
+            made.put(tenant, message(f"{tenant}{number}".encode(), f"{tenant}{number}"))
+    return made
 
 
-def take(unread: Unread[str, str]) -> str:
-    tenant = unread.next()
+def take(made: TenantQueues, tenant: str | bytes | None = None) -> str:
+    tenant = tenant or made.next()
     assert tenant is not None
-    return unread.take(tenant)
+    text = made.first(tenant)[1].bytes.decode()
+    made.remove_first(tenant)
+    return text
 
 
-def taken(unread: Unread[str, str]) -> list[str]:
-    return [take(unread) for _ in range(len(unread))]
+def taken(made: TenantQueues) -> list[str]:
+    return [take(made) for _ in range(len(made))]
 
 
-def test_a_message_that_is_given_back_comes_first_when_it_is_its_tenants_turn_again() -> None:
-    unread = waiting(a=2, b=1)
-    unread.give_back(take(unread))
-    assert len(unread) == 3 and unread.holds(b"a0")
-    assert taken(unread) == ["b0", "a0", "a1"]
-    unread.put("a", b"x", "last", MOST_BYTES)
-    unread.give_back(take(unread))
-    assert not unread.put("a", b"y", "one more", 1), "its bytes count as long as it waits"
-    assert taken(unread) == ["last"] and not unread.waiting
+def test_a_message_that_was_begun_comes_first_when_it_is_its_tenants_turn_again() -> None:
+    made = queues(a=2, b=1)
+    made.first("a")
+    assert len(made) == 3 and made.holds(b"a0")
+    assert taken(made) == ["b0", "a0", "a1"]
+    made.put("a", message(b"x", "last", MOST_BYTES))
+    made.first("a")
+    assert not made.put("a", message(b"y", "one more", 1)), "its bytes count as long as it waits"
+    assert taken(made) == ["last"] and not made.waiting
 
 
 def test_tenants_are_read_one_after_the_other_and_their_messages_keep_their_order() -> None:
-    unread = waiting(a=4, b=2, c=1)
-    assert taken(unread) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
-    assert not unread.waiting
+    made = queues(a=4, b=2, c=1)
+    assert taken(made) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
+    assert not made.waiting
 
 
 def test_who_comes_later_waits_for_one_message_of_each() -> None:
-    unread = waiting(a=100)
-    assert take(unread) == "a0"
-    unread.put("b", b"b", "b0", 100)
-    assert taken(unread)[:3] == ["a1", "b0", "a2"]
+    made = queues(a=100)
+    assert take(made) == "a0"
+    made.put("b", message(b"b", "b0"))
+    assert taken(made)[:3] == ["a1", "b0", "a2"]
 
 
 def test_those_whose_long_messages_were_begun_are_passed_over() -> None:
-    unread = waiting(a=2, b=1, c=1)
-    assert unread.next(besides={"a", "b"}) == "c" and unread.take("c") == "c0"
-    assert unread.next(besides={"a", "b"}) is None
-    assert taken(unread) == ["a0", "b0", "a1"]
+    made = queues(a=2, b=1, c=1)
+    assert made.next(besides={"a", "b"}) == "c" and take(made, "c") == "c0"
+    assert made.next(besides={"a", "b"}) is None
+    assert taken(made) == ["a0", "b0", "a1"]
 
 
 def test_much_of_one_connection_has_no_room_and_others_have() -> None:
-    unread = waiting(a=3)
-    assert all(unread.put("b", b"one", f"b{number}", 100) for number in range(8))
-    assert not unread.put("b", b"one", "one more", 100)
-    assert unread.put("b", b"another", "of another", 100) and unread.put("c", b"c", "c0", 100)
-    assert [take(unread) for _ in range(2)] == ["a0", "b0"]
-    assert unread.put("b", b"one", "one more", 100)
+    made = queues(a=3)
+    assert all(made.put("b", message(b"one", f"b{number}")) for number in range(8))
+    assert not made.put("b", message(b"one", "one more"))
+    assert made.put("b", message(b"another", "of another")) and made.put("c", message(b"c", "c0"))
+    assert [take(made) for _ in range(2)] == ["a0", "b0"]
+    assert made.put("b", message(b"one", "one more"))
 
 
 def test_many_bytes_of_one_tenant_have_no_room_but_for_one_large_message() -> None:
-    unread = waiting()
-    assert unread.put("a", b"1", "large", 10 * MOST_BYTES)
-    assert not unread.put("a", b"2", "small", 1)
-    assert unread.put("b", b"3", "large of b", 10 * MOST_BYTES)
-    assert take(unread) == "large"
-    assert unread.put("a", b"2", "small", 1)
-    assert not unread.put("a", b"2", "large", 10 * MOST_BYTES)
+    made = queues()
+    assert made.put("a", message(b"1", "large", 10 * MOST_BYTES))
+    assert not made.put("a", message(b"2", "small", 1))
+    assert made.put("b", message(b"3", "large of b", 10 * MOST_BYTES))
+    assert take(made) == "large"
+    assert made.put("a", message(b"2", "small", 1))
+    assert not made.put("a", message(b"2", "large", 10 * MOST_BYTES))
 
 
 def test_very_many_messages_of_one_tenant_have_no_room() -> None:
     """However many connections they came by."""
-    unread = waiting(a=MOST_OF_ONE)
-    assert not unread.put("a", b"one more", "one more", 100) and unread.put("b", b"b", "b0", 100)
-    take(unread)
-    assert unread.put("a", b"one more", "one more", 100)
+    made = queues(a=MOST_OF_ONE)
+    assert not made.put("a", message(b"one more", "one more")) and made.put("b", message(b"b", "b0"))
+    take(made)
+    assert made.put("a", message(b"one more", "one more"))
 
 
 def test_a_message_without_room_leaves_no_empty_queue() -> None:
     """The connection's other messages wait among those of clients that have not joined."""
-    unread = Unread[str, str](most=1, most_bytes=MOST_BYTES)
-    assert unread.put("strangers", b"1", "hello", 100) and not unread.put("a", b"1", "call", 100)
-    assert taken(unread) == ["hello"] and not unread.waiting
+    made = queues(most=1)
+    assert made.put("strangers", message(b"1", "hello")) and not made.put("a", message(b"1", "call"))
+    assert taken(made) == ["hello"] and not made.waiting
 
 
 class Held:
@@ -125,8 +136,8 @@ class Held:
             self._problems.append(error)
 
     def _all_came(self) -> bool:
-        self._listener._intake.take_in(AT_ONCE)
-        return self._come(self._listener._intake.unread)
+        self._listener._queues.take_in(AT_ONCE)
+        return self._come(self._listener._queues)
 
     def __enter__(self) -> None:
         assert self._held.wait(WAIT_S)
@@ -157,7 +168,7 @@ def test_one_call_is_answered_before_anothers_many_are_read(tmp_path: Path, monk
 
     server.dispatch.arrived = arrive  # type: ignore[method-assign]
     monkeypatch.setattr(TcpPeer, "reply", answer)
-    held = Held(realm, lambda unread: len(unread) == CONNECTIONS * CALLS + 1)
+    held = Held(realm, lambda queues: len(queues) == CONNECTIONS * CALLS + 1)
     with held:
         for number in range(CALLS):
             for raw in many:
@@ -211,14 +222,14 @@ def test_a_flood_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     realm = Realm(tmp_path)
     realm.let_in("mallory")
     flood, alice = Raw.joined(realm.endpoint("mallory")), Raw.joined(realm.endpoint("alice"))
-    put, came = Unread.put, list[str]()
+    put, came = TenantQueues.put, list[str]()
 
-    def look(unread: Any, tenant: str, *rest: Any) -> bool:
+    def look(queues: Any, tenant: str, *rest: Any) -> bool:
         came.append(tenant)
-        return put(unread, tenant, *rest)
+        return put(queues, tenant, *rest)
 
-    monkeypatch.setattr(Unread, "put", look)
-    held = Held(realm, lambda unread: len(came) == 50 + 1)
+    monkeypatch.setattr(TenantQueues, "put", look)
+    held = Held(realm, lambda queues: len(came) == 50 + 1)
     with held:
         for number in range(50):
             flood.send(number)

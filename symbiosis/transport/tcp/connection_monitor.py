@@ -1,44 +1,45 @@
-"""Tells of connections that end without a message: from where they came, and why. ZeroMQ refuses a handshake by itself."""
+"""What ZeroMQ tells of the TCP connections to a socket: which are open, and why others ended without a message.
+
+ZeroMQ ends a handshake that fails or takes too long. It does not end a connection that never joins, and it bounds neither the number of
+frames of a message nor how long it keeps them: so connections without a session are looked at here.
+"""
 
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
+from itertools import islice
+from time import monotonic
 from typing import Any
 
 import zmq
 
+from symbiosis.transport.base import UNJOINED_S
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.sockets import Wire
 
 AT_ONCE = 64  # most events that are read in one pass of the loop
-TOLD = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # refused by the door, which tells of it
-FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | TOLD
+LOOKS = 256  # most connections that are looked at in one tick, which takes some milliseconds
+FIRST_BYTES = 64 << 10  # bytes that a connection may send before it joins
+REFUSED_KEY = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # `TenantAuth` tells of it
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | REFUSED_KEY
 
 
-class Handshakes:
-    """Reads what ZeroMQ tells of the connections to one socket.
+class ConnectionMonitor:
+    """Reads the monitor of one socket.
 
     ZeroMQ names the descriptor of a connection when it comes and when it goes, and in between says only that one has failed. That one
     goes next, unless another of ZeroMQ's threads tells of its own connections meanwhile. The thread that accepts a connection hands it
     on before it tells of it, so a message may have come from it by then, and it may be gone.
     """
 
-    def __init__(
-        self,
-        socket: Any,
-        reactor: Reactor,
-        has_keys: bool,
-        came: Callable[[str], None],
-        failed: Callable[[str, str], None],
-    ) -> None:
-        """The socket is bound later. `came` takes the address of each connection, "" if that is not known; `failed` takes the reason and
-        the address."""
-        self._socket, self._reactor, self._has_keys = socket, reactor, has_keys
-        self._came, self._failed = came, failed
+    def __init__(self, socket: Any, reactor: Reactor, has_keys: bool, failed: Callable[[str, str], None]) -> None:
+        """The socket is bound later. `failed` takes the reason and the address, "" if that is not known."""
+        self._socket, self._reactor, self._has_keys, self._failed = socket, reactor, has_keys, failed
         self._open: dict[int, tuple[Wire, bool]] = {}  # by descriptor; whether a message has come
+        self._since: dict[Wire, float] = {}  # when each connection came, or was last seen with a session
         self._failures: deque[str] = deque()  # of connections that have not gone yet
-        place = f"inproc://symbiosis-handshakes-{id(self)}"
+        place = f"inproc://symbiosis-monitor-{id(self)}"
         socket.monitor(place, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED)
         self._events: Any = socket.context.socket(zmq.PAIR)
         self._events.linger = self._events.rcvhwm = 0  # no bound: ZeroMQ's thread would wait for room
@@ -54,6 +55,18 @@ class Handshakes:
         wire = self._open[fd][0] if fd in self._open else Wire.of(fd)
         if wire:
             self._open[fd] = wire, True
+
+    def look(self, joined: Container[Wire | None]) -> None:
+        """Hang up on connections that have not joined in time, or that have sent too much without a session."""
+        now = monotonic()
+        for wire in list(islice(self._since, LOOKS)):
+            since = self._since.pop(wire)
+            if wire in joined:
+                since = now
+            elif now > since + UNJOINED_S or wire.received() > FIRST_BYTES:
+                wire.hang_up()
+                continue
+            self._since[wire] = since  # comes last in the next look
 
     def _read_some(self) -> None:
         if self._read(AT_ONCE):
@@ -71,20 +84,23 @@ class Handshakes:
     def _attend(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
             wire = Wire.of(value)
-            self._came(_address(wire))
             known, _ = self._open.get(value, (None, False))
             if wire and wire != known:
                 self._open[value] = wire, False
+            if wire:
+                self._since[wire] = monotonic()
         elif event & FAILED:
             self._failures.append(self._why(event, value))
         else:
             wire, has_spoken = self._open.pop(value, (None, False))
+            if wire:
+                self._since.pop(wire, None)
             if not has_spoken and (why := self._failures.popleft() if self._failures else "NOTHING_SAID"):
-                self._failed(why, _address(wire))
+                self._failed(why, str(wire.other_end[0]) if wire else "")
 
     def _why(self, event: int, value: int) -> str:
-        """Return why a handshake failed, "" if the door tells it."""
-        if event == TOLD:
+        """Return why a handshake failed, "" if `TenantAuth` tells it."""
+        if event == REFUSED_KEY:
             return ""
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # the client left, or took too long
             return "UNFINISHED"
@@ -97,7 +113,3 @@ class Handshakes:
         self._reactor.forget(self._fd)
         self._socket.disable_monitor()
         self._events.close()
-
-
-def _address(wire: Wire | None) -> str:
-    return str(wire.other_end[0]) if wire else ""  # it was gone before ZeroMQ told of it

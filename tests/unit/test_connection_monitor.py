@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tcp.handshakes import Handshakes
+from symbiosis.transport.tcp.connection_monitor import ConnectionMonitor
 
 CAME, WENT, HALF = zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -23,8 +23,8 @@ class Teller:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._ends: dict[int, tuple[socket.socket, socket.socket]] = {}
         self._reactor = Reactor()
-        self.handshakes = Handshakes(
-            self, self._reactor, False, lambda address: None, lambda why, where: self.told.append((why, where))
+        self.connections = ConnectionMonitor(
+            self, self._reactor, False, lambda why, where: self.told.append((why, where))
         )
 
     def monitor(self, place: str, _events: int) -> None:
@@ -53,7 +53,7 @@ class Teller:
         for fd in list(self._ends):
             self.cut(fd)
         self._listener.close()
-        self.handshakes.close()
+        self.connections.close()
         self._reactor.close()
 
 
@@ -69,7 +69,7 @@ def came(teller: Teller, fd: int) -> None:
 
 
 def spoke(teller: Teller, fd: int) -> None:
-    teller.handshakes.spoke(fd)
+    teller.connections.spoke(fd)
 
 
 def went(teller: Teller, fd: int) -> None:

@@ -1,30 +1,21 @@
-"""Takes in what a ROUTER socket receives, within bounds, and hands it out tenant by tenant."""
+"""Calls that come as frames: their sizes are checked, and their rows joined into tensors."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any
 
 import torch
 import zmq
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ProtocolError
-from symbiosis.protocol import Call, Limits, parse_call_body, split_call
+from symbiosis.protocol import Call, parse_call_body, split_call
 from symbiosis.transport.base import NO_MEMORY, ServerPort, refuse
-from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tcp.discard import Discard
 from symbiosis.transport.tcp.peer import TcpPeer
-from symbiosis.transport.tcp.sockets import cut, most_frames, sizes
-from symbiosis.transport.tcp.unread import Unread
+from symbiosis.transport.tcp.sockets import cut, sizes
 from symbiosis.transport.tensors import empty, tensor_at, tensor_of_frame
 
-MOST_FRAMES = 64  # frames of a message without keys; a valid one has at most 3
-BESIDES = 3  # frames of a valid message besides its rows
 JOINED_AT_ONCE = 512 << 10  # bytes of payloads that are copied between two products
-FRAMES_AT_ONCE = 256  # most frames that are received in one pass of the loop
-MOST_UNREAD = 256 << 20  # bytes of a tenant's unread messages, unless it is a single one
 
 
 class FrameJoiner:
@@ -50,7 +41,7 @@ class FrameJoiner:
         return not self._frames
 
 
-class Frames(list[zmq.Frame]):
+class Message(list[zmq.Frame]):
     """One message. The first frame names the connection."""
 
     __slots__ = ("joining", "nbytes")
@@ -69,73 +60,7 @@ class Outcome(Enum):
     REFUSED = 2  # it came in vain
 
 
-class Intake:
-    """Keeps unread messages by tenant, because ZeroMQ hands them out by connection. Of a message with too many frames, the first are
-    reported at once and the rest is thrown away in pieces: what others have sent lies behind it."""
-
-    def __init__(
-        self,
-        socket: Any,
-        reactor: Reactor,
-        limits: Limits,
-        whose: Callable[[Frames], str | bytes],
-        is_too_much: Callable[[Frames], object],
-        encrypted: bool,
-    ) -> None:
-        """`whose` tells the tenant of a message. `is_too_much` is called with a message that cannot be kept."""
-        self._socket, self._reactor, self._whose, self._is_too_much = socket, reactor, whose, is_too_much
-        self._discard = Discard(socket)
-        self.most_frames = BESIDES + most_frames(limits.max_call_bytes, encrypted) if encrypted else MOST_FRAMES
-        self._begun: Frames | None = None  # a message of which some frames are received
-        self.unread = Unread[str | bytes, Frames](limits.max_in_flight, min(MOST_UNREAD, limits.max_tenant_bytes))
-
-    @property
-    def blocked(self) -> bool:
-        """Whether the rest of a message must be received, or thrown away, before another can be."""
-        return self._discard.going or self._begun is not None
-
-    def unblock(self) -> None:
-        """Receive, or throw away, some more of a long message, if there is one."""
-        if self._discard.going:
-            self._discard.some()
-        elif self._begun is not None:
-            self._take()
-
-    def take_in(self, most: int) -> int:
-        """Take in at most `most` messages, and return how many came. They are kept unread, which takes a tenth of the time of reading
-        them. A connection that has sent too much is told at once."""
-        taken = 0
-        with suppress(zmq.Again):
-            while taken < most and not self.blocked:
-                self._take()
-                taken += 1
-        return taken
-
-    def _take(self) -> None:
-        if frames := self._receive():
-            self._reactor.attempt(None, self._keep, frames)
-
-    def _receive(self) -> Frames | None:
-        """Receive the next message, or the first frames of one that has too many. Return None if more of it is to be received in the next
-        pass."""
-        frames, self._begun = self._begun or Frames(), None
-        for _ in range(FRAMES_AT_ONCE):
-            frames.append(self._socket.recv(zmq.NOBLOCK, copy=False))
-            if not frames[-1].more:
-                return frames
-            if len(frames) > self.most_frames:
-                self._discard.begin()
-                return frames
-        self._begun = frames
-        return None
-
-    def _keep(self, frames: Frames) -> None:
-        frames.nbytes = sum(map(len, frames))
-        if self._discard.going or not self.unread.put(self._whose(frames), frames[0].bytes, frames, frames.nbytes):
-            self._is_too_much(frames)
-
-
-def take_call(inbox: ServerPort, peer: TcpPeer, message: Frames, encrypted: bool, room: bool) -> Outcome:
+def take_call(inbox: ServerPort, peer: TcpPeer, message: Message, encrypted: bool, room: bool) -> Outcome:
     """Hand a call over to the executor, or refuse it: also if there is no `room`, because too many wait to be read."""
     seq, body = split_call(message[1].bytes)
     try:
@@ -167,7 +92,7 @@ def check_sizes(call: Call, frames: list[zmq.Frame], encrypted: bool) -> None:
         )
 
 
-def payload_of(call: Call, message: Frames, for_gpu: bool) -> tuple[Tensor, ...] | None:
+def payload_of(call: Call, message: Message, for_gpu: bool) -> tuple[Tensor, ...] | None:
     """Return the tensors of a payload: the rows, whose frames come last, and the ends of groups; or None if more of its frames must be
     joined first."""
     kinds = zip(reversed(message[2:]), call.payload_kinds, strict=False)
