@@ -184,11 +184,7 @@ class TcpConnection:
                 f"the endpoint must read {keys} with the right files",
             )
         if event & BROKEN_HANDSHAKE:
-            asked = (
-                "it keeps keys that it does not know waiting, or server= names another executor's .pub file"
-                if self._has_keys
-                else f"the endpoint must read {keys}"
-            )
+            asked = "server= names another executor's .pub file" if self._has_keys else f"the endpoint must read {keys}"
             raise HandshakeFailed(f"the executor at {self._url} broke off the handshake: it is ending, or {asked}")
         raise ConnectionLost(f"no executor at {self._url}: the connection broke")
 
