@@ -27,7 +27,7 @@ from symbiosis.errors import CallError, Code, ConfigError, SymbiosisError
 from symbiosis.executor.options import load_options
 from symbiosis.protocol import Call, Hello, Op, decode_reply, encode_call, encode_control
 from symbiosis.transport import may_go_by_nccl
-from symbiosis.transport.tcp import intake
+from symbiosis.transport.tcp import call_frames, tenant_queues
 from symbiosis.transport.tcp.sockets import PIECE, cut
 from symbiosis.transport.tcp.tenant_auth import Address, is_loopback
 from symbiosis.transport.tensors import bytes_of
@@ -48,8 +48,8 @@ def realm(tmp_path: Path) -> Iterator[Realm]:
 
 def test_large_payloads_come_and_go_in_small_frames(realm: Realm, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are received and joined bit by bit, and a neighbour's calls are answered meanwhile."""
-    monkeypatch.setattr(intake, "FRAMES_AT_ONCE", 3)
-    monkeypatch.setattr(intake, "JOINED_AT_ONCE", 1)
+    monkeypatch.setattr(tenant_queues, "FRAMES_AT_ONCE", 3)
+    monkeypatch.setattr(call_frames, "JOINED_AT_ONCE", 1)
     raw, x = Raw.joined(realm.endpoint("alice")), torch.arange(5 * PIECE // 4 + 9, dtype=torch.int32)
     call = Call(Op.ECHO, 0, "int32", (len(x), 1))
     sent = cut(bytes_of(x), encrypted=True)
