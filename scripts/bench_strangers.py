@@ -190,6 +190,7 @@ class Bench:
         )
         self._decoder = stack.enter_context(workers(Decoder, [(decoder,)]))
         self._stranger = stack.enter_context(workers(Stranger, [(stranger,)]))[0]
+        together(self._decoder, "calls", seconds)  # the first calls take longer
 
     def measure(self, act: str) -> Round:
         alone = together(self._decoder, "calls", self._seconds)[0]
