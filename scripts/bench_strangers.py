@@ -77,6 +77,14 @@ class Stranger:
     def _connect(self) -> socket.socket:
         return socket.create_connection(self._place, timeout=0.5)
 
+    def _greeted(self) -> socket.socket:
+        """Return a connection that has begun its handshake; without keys, one that has ended it."""
+        one, seen = self._connect(), b""
+        one.sendall(self._greeting if self._keys else self._greeting + _frame(4, READY))
+        while not self._keys and b"Identity" not in seen and (more := one.recv(1 << 16)):
+            seen += more
+        return one
+
     def handshakes(self, kept: ExitStack, end: float) -> int:
         """Each connection stays open for a second."""
         count, begun, those_open = 0, time.monotonic(), deque[socket.socket | zmq.Socket]()
@@ -93,8 +101,8 @@ class Stranger:
         return count
 
     def _joining(self) -> socket.socket:
-        one = self._connect()
-        one.sendall(self._greeting + _frame(4, READY) + _frame(0, encode_control(Hello(client="stranger"))))
+        one = self._greeted()
+        one.sendall(_frame(0, encode_control(Hello(client="stranger"))))
         return one
 
     def silent(self, kept: ExitStack, end: float, said: bytes = b"") -> int:
@@ -119,21 +127,19 @@ class Stranger:
         return 1
 
     def large(self, kept: ExitStack, end: float) -> int:
-        with self._connect() as one:
-            said = self._greeting if self._keys else self._greeting + _frame(4, READY)
-            one.sendall(said + struct.pack(">BQ", 6 if self._keys else 2, 1 << 30))
+        with self._greeted() as one:
+            one.sendall(struct.pack(">BQ", 6 if self._keys else 2, 1 << 30))
             return self._pour(one, bytes(1 << 16), end)
 
     def frames(self, kept: ExitStack, end: float) -> int:
-        with self._connect() as one, suppress(OSError):  # until it is hung up on
-            one.sendall(self._greeting + _frame(4, READY) + b"\x01\x00" * FRAMES + b"\x00\x00")
+        with self._greeted() as one, suppress(OSError):  # until it is hung up on
+            one.sendall(b"\x01\x00" * FRAMES + b"\x00\x00")
             while one.recv(1 << 16):
                 pass
         return 1
 
     def endless(self, kept: ExitStack, end: float) -> int:
-        with self._connect() as one:
-            one.sendall(self._greeting + _frame(4, READY))
+        with self._greeted() as one:
             return self._pour(one, b"\x01\x00" * (1 << 15), end)
 
     def _pour(self, one: socket.socket, block: bytes, end: float) -> int:
