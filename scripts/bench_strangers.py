@@ -250,8 +250,11 @@ def main() -> int:
                 bench = Bench(stack, Path(folder) / kind, kind == "keys", args.seconds) if mine else None
                 for situation in mine * args.rounds:
                     assert bench
-                    progress(situation)
                     rounds[situation].append(bench.measure(situation.partition("-")[2]))
+                    progress(
+                        f"{situation}: "
+                        + ", ".join(f"{name} {value:.2f}" for name, value in rounds[situation][-1]._asdict().items())
+                    )
     return report(rounds).finish()
 
 
