@@ -103,7 +103,7 @@ def _mend(pool: Any) -> None:
     try:
         # on another stream: torch 2.12 frees what graphs of a stream use when one of them is dropped
         with torch.cuda.stream(torch.cuda.Stream()):
-            _capture(torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda").zero_, own)
+            _capture(torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda").zero_, own, draws=True)
     except RuntimeError:
         _end(own)
 
