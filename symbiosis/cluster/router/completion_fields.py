@@ -70,11 +70,7 @@ class CompletionFields:
         self.continuation = _continuation(fields.raw("continuation"))
         self.may_be_streamed = not self.is_stream and not fields.raw("stream_options") and self.continuation is None
         self._begin = data.rstrip()[:-1].rstrip()
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return len(self._begin)
+        self.size = len(self._begin)  # bytes
 
     def body(self, **more: Any) -> bytes:
         """Return it with these fields, whether it has them or not."""

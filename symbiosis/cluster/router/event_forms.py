@@ -9,9 +9,7 @@ class Form:
     """The form in which a client gets the answer to one request."""
 
     keeps_events = False  # until all have come
-
-    def __init__(self) -> None:
-        self.has_begun = False
+    has_begun = False
 
     async def give(self, outlet: SseWriter, events: list[tuple[bytes, bytes]], more: bool = True) -> None:
         """Hand over events, each as it came and without its comment."""
@@ -44,7 +42,6 @@ class Events(Form):
     """
 
     def __init__(self, shows_comments: bool) -> None:
-        super().__init__()
         self._shows_comments = shows_comments
 
     async def give(self, outlet: SseWriter, events: list[tuple[bytes, bytes]], more: bool = True) -> None:
@@ -76,7 +73,6 @@ class Joined(Form):
     keeps_events = True
 
     def __init__(self, whole: JoinedAnswer) -> None:
-        super().__init__()
         self._whole = whole
 
     async def give(self, outlet: SseWriter, events: list[tuple[bytes, bytes]], more: bool = True) -> None:

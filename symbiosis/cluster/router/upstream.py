@@ -12,7 +12,7 @@ from symbiosis.server.api_errors import SECRET_HEADER
 
 MOST_UNREAD = 256 << 10  # bytes; the server waits beyond that
 CONNECT_S = 2.0
-IDLE_S = 2.0  # a connection that is idle for so long is not used again: servers close those that are for 5 s
+IDLE_S = 2.0  # a connection that is idle for so long is not used again: servers close those that are for 20 s
 MOST_IDLE = 64  # of a server
 
 
@@ -142,16 +142,15 @@ class Upstream(asyncio.Protocol):
         """Give it up: whoever waits for it goes elsewhere. If it is whole, its connection is used again."""
         self._may_repeat = False
         transport, self._transport = self._transport, None
-        if self._is_whole and transport is not None and self._leaves_connection(transport):
+        is_reusable = (
+            self._is_whole and self._may_be_kept and not self._is_paused and len(_idle.get(self._url, ())) < MOST_IDLE
+        )
+        if is_reusable and transport is not None and not transport.is_closing():
             transport.set_protocol(_Idle(self._url, transport))
             return
         if transport is not None:
             transport.abort()
         self._end(why)
-
-    def _leaves_connection(self, transport: Any) -> bool:
-        may = self._may_be_kept and not self._is_paused and not transport.is_closing()
-        return may and len(_idle.get(self._url, ())) < MOST_IDLE
 
     def _end(self, why: str) -> None:
         if self._lost is None and not self._is_whole:

@@ -113,7 +113,7 @@ class EngineClient(asyncio.Protocol):
 
     async def ask(self, kind: type[Result], verb: str, *arguments: str) -> Result:
         """Call one of the engine's other verbs. Its answer is of this kind."""
-        if not self.is_there:
+        if self.ended.done():
             raise gone()
         number = next(self.ids)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
