@@ -2,8 +2,6 @@
 
 import inspect
 import logging
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,32 +13,13 @@ from torch import Tensor, nn
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.offload.logit_check import agree, logits_alone, place_of, probe_tokens, text_config
 from symbiosis.serving.kv_cache.paged_memory import KvShape
-from symbiosis.serving.runner.model_runner import GaveWay, ModelRunner
+from symbiosis.serving.runner.model_runner import ModelRunner, ask, asking
 from symbiosis.serving.runner.paged_runner import CannotBatch, PagedRunner
 from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
 
 logger = logging.getLogger("symbiosis")
 
 ROW = KvShape(heads=1, key=1024, value=1024)  # pages are for adapters only, and blocks for counting
-
-
-def _never() -> bool:
-    return False
-
-
-class _Asked(threading.local):
-    """Whether what this thread computes is given up."""
-
-    gives_way: Callable[[], bool] = staticmethod(_never)
-
-
-_asked = _Asked()
-
-
-def _ask(*_: object) -> None:
-    """Raise `GaveWay`, if so. It is a hook of layers, and a plain function, so that copies of a model copy nothing of the server."""
-    if _asked.gives_way():
-        raise GaveWay
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -60,17 +39,14 @@ class DenseRunner(ModelRunner):
         self.uses_cache, self._tells_positions = right is not None, bool(right)
 
         for layer in _layers(model):
-            layer.register_forward_pre_hook(_ask)
+            layer.register_forward_pre_hook(ask)
 
     @torch.inference_mode()
     def logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:
         """Compute the segments. Only a prompt alone is given up: the caches of what decodes would be a token longer."""
         is_prompt = len(step.segments) == 1 and not step.segments[0].position
-        _asked.gives_way = partial(self.gives_way, step) if is_prompt else _never
-        try:
+        with asking(partial(self.gives_way, step) if is_prompt else None):
             return self._logits(step, rows)
-        finally:
-            _asked.gives_way = _never
 
     def _logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:
         wanted = set(rows.tolist())

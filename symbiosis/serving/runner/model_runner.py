@@ -1,7 +1,9 @@
 """A causal language model made ready to be served, whatever model it is. It runs the steps."""
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,12 +21,37 @@ class GaveWay(Exception):
     """A step was not computed to its end, because something else comes first. Its rows can be computed again."""
 
 
+class _Asked(threading.local):
+    """Says whether what this thread computes is given up; None: it is not."""
+
+    gives_way: Callable[[], bool] | None = None
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def asking(gives_way: Callable[[], bool] | None) -> Iterator[None]:
+    """In the block, modules that have `ask` as a hook ask this, and raise `GaveWay`."""
+    _asked.gives_way = gives_way
+    try:
+        yield
+    finally:
+        _asked.gives_way = None
+
+
+def ask(*_: object) -> None:
+    """Raise `GaveWay`, if so. It is a hook, and a plain function, so that copies of a model copy nothing of the server."""
+    if _asked.gives_way is not None and _asked.gives_way():
+        raise GaveWay
+
+
 class ModelRunner(ABC):
     """Runs steps: `forward` returns how likely each token is to come next. Nothing else may use its model.
 
     `before` are called with each step, and with the rows whose logits are kept, before it runs. `embed` may return a step's input rows
     where they are not those of its tokens. `remember` may change the keys and values of a layer, [1, heads, rows, size], before they are
-    kept. On a CPU `gives_way` is asked before each layer whether the step is given up: then `GaveWay` is raised.
+    kept. On a CPU `gives_way` is asked before each product by weights whether the step is given up: then `GaveWay` is raised.
     """
 
     batches: bool  # whether a step may have segments of several sequences

@@ -5,6 +5,7 @@ import inspect
 import logging
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from symbiosis.serving.kv_cache.paged_memory import KvShape
 from symbiosis.serving.request import Request
 from symbiosis.serving.runner.attention import NAME, Lookup, Tables, attending_by, masked_windows
 from symbiosis.serving.runner.cuda_graph_runner import CudaGraphRunner, is_for
-from symbiosis.serving.runner.model_runner import GaveWay, ModelRunner
+from symbiosis.serving.runner.model_runner import ModelRunner, ask, asking
 from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
 from symbiosis.transport.base import Tokens
 from symbiosis.transport.cuda.driver import HIGHEST
@@ -62,6 +63,9 @@ class PagedRunner(ModelRunner):
                 raise
             raise CannotBatch(f"with another attention it raises {type(error).__name__} ({error})") from error
         self.longest = min(self.longest, _same_positions(self.config))
+        if self.runner is None:  # a model of few layers would ask too seldom before its attention alone
+            for module in _products(model):
+                module.register_forward_pre_hook(ask)
 
     @torch.inference_mode()
     def logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:
@@ -79,13 +83,7 @@ class PagedRunner(ModelRunner):
         if self.keeps_rows:
             words["logits_to_keep"] = rows
         lookup = Lookup(self.arena, step, self._tables, self.remember)
-
-        def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
-            if self.gives_way(step):
-                raise GaveWay
-            return lookup.attend(module, q, k, v, how)
-
-        with attending_by(attend):
+        with attending_by(lookup.attend), asking(partial(self.gives_way, step)):
             logits: Tensor = self.model(**words, use_cache=False).logits[0]
         return (logits if self.keeps_rows else logits[rows]).float()
 
@@ -121,6 +119,16 @@ class PagedRunner(ModelRunner):
                     raise CannotBatch(f"its logits in a batch are off those it has alone by {off:.1e} of the largest")
         for sequence in (a, b):
             self.release(sequence)
+
+
+def _products(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that multiply by weights of their own."""
+    alone = [
+        each
+        for each in model.modules()
+        if not any(True for _ in each.children()) and not isinstance(each, nn.Embedding)
+    ]
+    return [each for each in alone if any(weight.dim() > 1 for weight in each.parameters(recurse=False))]
 
 
 def _layers(model: nn.Module) -> tuple[KvShape, ...]:
