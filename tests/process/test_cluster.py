@@ -191,6 +191,14 @@ def test_nobody_goes_round_the_front_ends(api: openai.OpenAI, running: Running) 
     assert ask(client(running.url, "bob-key-22"), max_tokens=1, extra_headers={"X-Symbiosis-Cluster": "x"}).choices
 
 
+def test_addresses_are_told_to_administrators_only(running: Running) -> None:
+    for key, status in ((None, 401), ("bob-key-22", 403), ("alice-key-1", 200)):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        answer = web.get(f"{running.url}/cluster/targets", headers=headers)
+        assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json" and answer.json()
+
+
 def test_other_users_of_the_host_cannot_read_the_secret(running: Running) -> None:
     """They can read command lines. No child finds it in its environment, which others of its user inherit and print."""
     for pid in (pid for each in running.told.members for pid in (each.pid, *descendants(each.pid))):

@@ -188,14 +188,6 @@ def test_one_address_is_enough_for_a_prometheus_elsewhere(running: Running, watc
     assert web.get(f"{running.url}/cluster/metrics/nothing", headers=keyed).status_code == 404
 
 
-def test_addresses_are_told_to_administrators_only(running: Running) -> None:
-    for key, status in ((None, 401), ("bob-key-22", 403), (KEY, 200)):
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        answer = web.get(f"{running.url}/cluster/targets", headers=headers)
-        assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/json"
-
-
 @pytest.mark.parametrize(
     ("name", "process"),
     [("demo-executor-1", ""), ("front-1", ""), ("demo-server-1", "http"), ("demo-server-1", "engine")],
