@@ -240,12 +240,12 @@ from symbiosis.server.launch import serve_processes
 
 pulse.SILENT_S = 6.0
 
-def http_code(*given, code=serve_processes.http_code):
+def http_words(*given, code=serve_processes.http_words):
     _, module, started = code(*given)
     quick = "from symbiosis.server.ipc import pulse; pulse.SILENT_S = 6.0"
     return ["-c", f"import runpy; {quick}; runpy.run_module({module!r}, run_name='__main__')", started]
 
-serve_processes.http_code = http_code
+serve_processes.http_words = http_words
 """
 
 
@@ -310,11 +310,11 @@ LIMIT = "resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY
 LATE = """
 from symbiosis.server.launch import serve_processes
 
-def http_code(*given, code=serve_processes.http_code):
+def http_words(*given, code=serve_processes.http_words):
     _, module, started = code(*given)
     return ["-c", f"import runpy, time; time.sleep(4); runpy.run_module({module!r}, run_name='__main__')", started]
 
-serve_processes.http_code = http_code
+serve_processes.http_words = http_words
 """
 
 
