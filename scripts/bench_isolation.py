@@ -56,8 +56,8 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
+from symbiosis.transport.tcp.address import Address
 from symbiosis.transport.tcp.sockets import cut
-from symbiosis.transport.tcp.tenant_auth import Address
 
 HIDDEN = 128
 CONNECTIONS = 50

@@ -22,8 +22,8 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
+from symbiosis.transport.tcp.address import Address
 from symbiosis.transport.tcp.sockets import cut
-from symbiosis.transport.tcp.tenant_auth import Address
 from tests.conftest import tiny_llama
 
 WAIT_S = 60.0

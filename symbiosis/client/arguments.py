@@ -44,7 +44,7 @@ def endpoints(value: Any) -> tuple[str, ...]:
         raise ConfigError(f"{value!r} is an empty list of endpoints: name at least one executor")
     for url in urls:
         if not url.startswith(SCHEME):
-            transport.parts_of(url)
+            transport.check_endpoint(url)
     return tuple(dict.fromkeys(urls))
 
 

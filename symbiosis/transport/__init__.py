@@ -64,12 +64,21 @@ def may_come_back(url: str) -> bool:
     return inproc.may_come_back(parts_of(url)[1])
 
 
+def check_endpoint(url: str) -> None:
+    """Raise `ConfigError` for what is no endpoint, so that one of several is not found out when the others are gone."""
+    scheme, address = parts_of(url)
+    if scheme == "tcp":
+        from symbiosis.transport.tcp.address import Address
+
+        Address.options(address)
+
+
 def may_go_by_nccl(url: str) -> bool:
     """Whether `connect` may use NCCL for rows on a GPU."""
     scheme, address = parts_of(url)
     if scheme != "tcp":
         return False
-    from symbiosis.transport.tcp.tenant_auth import Address
+    from symbiosis.transport.tcp.address import Address
 
     return Address.parse(address).nccl
 

@@ -11,6 +11,7 @@ PACKAGE = ROOT / "symbiosis"
 FENCES = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 SPANS = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?:[\w*-]+/)*[\w*-]+\.(?:py|c|md|sh|toml|yml|yaml|ipynb)(?!\w)")
+FOLDER = re.compile(r"(?:[\w-]+/)+")
 DOTTED = re.compile(r"[a-z_]+(?:\.\w+)+")
 MADE_BY_USERS = {"FILE.yaml", "executor.yaml"}
 FOLDERS = ("symbiosis", "tests", "scripts", "docs", "deploy", "examples")
@@ -52,6 +53,7 @@ def dead(text: str) -> list[str]:
     found = []
     for span in SPANS.findall(FENCES.sub("", text)):
         found += [name for name in FILE.findall(span) if not span.startswith("http") and not file_exists(name)]
+        found += [span] if FOLDER.fullmatch(span) and not any(f"/{span}" in file for file in FILES) else []
         if DOTTED.fullmatch(span) and not FILE.fullmatch(span) and span.partition(".")[0] in rooms:
             found += [] if module_name_exists(span) else [span]
     return found

@@ -30,9 +30,10 @@ from symbiosis.protocol import (
     encode_control,
 )
 from symbiosis.transport.tcp import connection_monitor
+from symbiosis.transport.tcp.address import Address
 from symbiosis.transport.tcp.connection_monitor import FIRST_BYTES
 from symbiosis.transport.tcp.listener import REFUSALS
-from symbiosis.transport.tcp.tenant_auth import MORE_THAN_JOIN, Address
+from symbiosis.transport.tcp.tenant_auth import MORE_THAN_JOIN
 from tests.conftest import tiny_llama
 from tests.processes import Bystander, Executor, killed_at_the_end, p99, save_tiny_llama, until
 from tests.realm import ECHO, WAIT_S, Raw, Realm, echoes

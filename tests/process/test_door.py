@@ -14,7 +14,7 @@ from symbiosis.base.folder_watch import FolderWatch
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code, ConfigError, SymbiosisError
 from symbiosis.protocol import MAGIC_REPLY
-from symbiosis.transport.tcp.tenant_auth import Address
+from symbiosis.transport.tcp.address import Address
 from tests.processes import until
 from tests.realm import Raw, Realm, echoes
 

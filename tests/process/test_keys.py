@@ -26,10 +26,11 @@ from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code, ConfigError, SymbiosisError
 from symbiosis.executor.options import load_options
 from symbiosis.protocol import Call, Hello, Op, decode_reply, encode_call, encode_control
+from symbiosis.protocol.endpoints import is_loopback
 from symbiosis.transport import may_go_by_nccl
 from symbiosis.transport.tcp import call_frames, tenant_queues
+from symbiosis.transport.tcp.address import Address
 from symbiosis.transport.tcp.sockets import PIECE, cut
-from symbiosis.transport.tcp.tenant_auth import Address, is_loopback
 from symbiosis.transport.tensors import bytes_of
 from tests.conftest import tiny_llama
 from tests.processes import until
@@ -323,10 +324,23 @@ def test_with_keys_an_executor_listens_to_other_machines(realm: Realm) -> None:
         session.close()
 
 
-@pytest.mark.parametrize("query", ["key=a.key", "server=a.pub", "key=a&server=b&more=c", "nonsense"])
-def test_half_a_set_of_keys_is_none(query: str) -> None:
-    with pytest.raises(ConfigError, match=r"server=EXECUTOR.pub&key=MINE.key"):
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        ("key=a.key", "keys come in pairs"),
+        ("server=a.pub", "keys come in pairs"),
+        ("key=a&server=b&more=c", "more is no option of an endpoint"),
+        ("keepalives=3", "keepalives is no option of an endpoint, which are server, key, nccl, hosts"),
+        ("nonsense", "nonsense is no option of an endpoint"),
+        ("&", "write NAME=VALUE"),
+        ("nccl=maybe", "nccl=yes or no"),
+    ],
+)
+def test_a_wrong_option_is_found_in_each_of_several_endpoints(query: str, why: str, serve: Callable) -> None:
+    with pytest.raises(ConfigError, match=why):
         Address.parse(f"127.0.0.1:7000?{query}")
+    with pytest.raises(ConfigError, match=why):
+        Session([serve(tiny_llama()).endpoint, f"tcp://127.0.0.1:7000?{query}"])
 
 
 def test_a_secret_key_is_not_taken_for_a_public_one(realm: Realm) -> None:

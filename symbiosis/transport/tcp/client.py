@@ -30,9 +30,9 @@ from symbiosis.protocol import (
     encode_control,
 )
 from symbiosis.transport.reply_checks import Answers, MoreRoom, accepted
+from symbiosis.transport.tcp.address import Address
 from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire, harden, most_frames, sizes
 from symbiosis.transport.tcp.sockets import cut as cut_frames
-from symbiosis.transport.tcp.tenant_auth import Address
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, bytes_of, copied, cut
 
 REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL

@@ -7,17 +7,15 @@ in (ZAP, RFC 27). The answer goes with every message as its `User-Id`, so nobody
 import logging
 from collections import defaultdict, deque
 from contextlib import suppress
-from pathlib import Path
 from threading import Thread
-from time import monotonic, time
-from typing import Any, NamedTuple
-from urllib.parse import parse_qs
+from time import monotonic
+from typing import Any
 
 import zmq
 from zmq.utils import z85
 
 from symbiosis.base.allowance import Allowance
-from symbiosis.base.curve_keys import Keyring, Pair, read_pair, read_publics
+from symbiosis.base.curve_keys import Keyring
 from symbiosis.base.folder_watch import FolderWatch
 from symbiosis.errors import ConfigError
 from symbiosis.protocol.endpoints import is_loopback, open_to_others
@@ -176,48 +174,3 @@ class TenantAuth:
         self._folder.close()
         self._asked.close()
         Thread(target=self.context.term, daemon=True).start()  # it waits until the last replies have gone out
-
-
-class Address(NamedTuple):
-    """What a client's endpoint says: where to connect, and with which keys."""
-
-    where: str
-    servers: tuple[str, ...] = ()  # public keys, one of which is the executor's
-    own: Pair | None = None
-    nccl: bool = True  # whether rows of a GPU may go by NCCL, which does not encrypt them
-
-    @classmethod
-    def parse(cls, address: str) -> "Address":
-        """Parse `HOST:PORT` or `HOST:PORT?server=EXECUTOR.pub&key=MINE.key`, with `&nccl=yes` or `no`. There may be several `.pub`
-        files, separated by commas. (`hosts=` says where else ranks may be: `endpoints.of_rank`.)"""
-        where, _, query = address.partition("?")
-        given = {name: values[-1] for name, values in parse_qs(query).items()}
-        said = bool(given) or not query
-        given.pop("hosts", None)
-        nccl = given.pop("nccl", "no" if given else "yes")
-        if not said or sorted(given) not in ([], ["key", "server"]) or nccl not in ("yes", "no"):
-            raise ConfigError(
-                f"tcp://{address}: with keys an endpoint reads tcp://HOST:PORT?server=EXECUTOR.pub&key=MINE.key, and &nccl=yes if rows "
-                "on a GPU may go by NCCL, unencrypted"
-            )
-        if not given:
-            return cls(where, nccl=nccl == "yes")
-        servers = _valid_keys([Path(name).expanduser() for name in given["server"].split(",")])
-        return cls(where, servers, read_pair(Path(given["key"]).expanduser()), nccl == "yes")
-
-    def unlock(self, socket: Any, server: str = "") -> None:
-        """Make `socket` prove this client's key, and accept only the executor with the key `server`, by default the first."""
-        if self.own and self.servers:
-            socket.curve_serverkey = (server or self.servers[0]).encode()
-            socket.curve_publickey, socket.curve_secretkey = (half.encode() for half in self.own)
-
-
-def _valid_keys(files: list[Path]) -> tuple[str, ...]:
-    """Return the keys in an executor's `.pub` files that have not expired."""
-    found = [read_publics(file) for file in files]
-    keys = tuple(dict.fromkeys(key for public in found if public.expires > time() for key in public.keys))
-    if not keys:
-        raise ConfigError(
-            f"the executor's keys in {', '.join(map(str, files))} have expired: ask its operator for new ones"
-        )
-    return keys
