@@ -194,6 +194,16 @@ def test_small_calls_of_quick_kinds_are_joined_as_they_are(call: Item, whole: bo
     assert batcher.callers.live.keys() == ({1} if call.joinable else set())
 
 
+def test_what_is_not_known_yet_takes_no_time() -> None:
+    batcher = joined(IMMEDIATE, None)
+    for key in ("a", "b"):
+        batcher.add(item(key=key))
+    session = batcher.callers.sessions[1]
+    assert (session.at, session.answer_s) == ("a", 0.0)
+    run(batcher, 0.0, 3.0)
+    assert (session.at, session.answer_s) == ("b", 0.0)
+
+
 def test_an_item_of_several_calls_is_a_round() -> None:
     batcher = joined(OPPORTUNISTIC, None, None, max_wait=0.01)
     batcher.add(item(calls=2, key="round"))
