@@ -18,7 +18,7 @@ from pathlib import Path
 from time import time
 from typing import NamedTuple
 
-from symbiosis.base.ownership import is_trusted, user_name
+from symbiosis.base.ownership import is_trusted, user_name, why_replaceable
 from symbiosis.base.secret_files import read_secret, why_exposed
 from symbiosis.errors import ConfigError
 
@@ -146,13 +146,13 @@ def _lines(path: Path, read: Callable[[Path, int], bytes]) -> list[tuple[str, st
 
 
 def doubt(path: Path) -> str:
-    """Return why another user may have written a file, or "" if only this user and root (and a group they chose) can have."""
+    """Return why another user may have written a file or put it there, or "" if only this user and root (and a group they chose) can have."""
     found = path.stat()
     if not is_trusted(found.st_uid):
         return f"{path} belongs to {user_name(found.st_uid)}, who could change it: chown it to {user_name(os.getuid())}"
     if found.st_mode & stat.S_IWOTH and not os.statvfs(path).f_flag & os.ST_RDONLY:
         return f"everybody can write {path}: chmod o-w {path}"
-    return ""
+    return why_replaceable(path, group=True) or ""
 
 
 class _File(NamedTuple):
@@ -264,7 +264,7 @@ class Tenants:
             doubts.append(doubt(self.folder))
         if self._secret is not None:
             with suppress(OSError):  # it has been read before
-                doubts.append(why_exposed(self._secret, self._secret.stat()))
+                doubts += why_exposed(self._secret, self._secret.stat()), why_replaceable(self._secret)
         return list(filter(None, doubts))
 
     def _read(self, name: str, before: _File | None = None) -> _File:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
-from symbiosis.base.ownership import check_folder, make_folder, why_not_ours
+from symbiosis.base.ownership import check_folder, make_folder, why_not_ours, why_replaceable
 from symbiosis.errors import ConfigError
 
 OF_A_PROCESS = "serve-"
@@ -63,8 +63,12 @@ def _home() -> Path:
 
 def check_caches(inductor: bool = False) -> None:
     """Have torch.compile and Triton keep what they compile in folders of this user's alone, whose contents they run. Call it before they
-    compile anything, with `inductor` if torch.compile does. Raise `ConfigError` if the environment names a folder that is not."""
+    compile anything, with `inductor` if torch.compile does. Raise `ConfigError` if the environment names a folder that is not, or if others
+    could change what compilers have in $TMPDIR."""
+    if why := why_replaceable(Path(tempfile.gettempdir(), "compiler")):
+        raise ConfigError(f"{why}: set ${Use.TEMPORARY} to a folder of your own")
     if inductor:  # which keeps some things, such as compiled headers, there wherever its folder is
+        os.environ["PYTHONSAFEPATH"] = "1"  # its processes and theirs import nothing from the working directory
         make_folder(_of_inductor(), otherwise=f"set ${Use.TEMPORARY} to a folder of your own")
     for variable, name in CACHES.items():
         if named := os.environ.get(variable):

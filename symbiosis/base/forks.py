@@ -1,15 +1,24 @@
 """What a forked child must not share with its parent: keys and pads, connections, threads that it does not have.
 
-`os.fork` tells Python; a fork by libc, of a library or by ctypes, does not. So whoever is about to use such a thing asks.
+`os.fork` tells Python; a fork by libc, of a library or by ctypes, does not. So whoever is about to use such a thing asks. The kernel empties a page
+in each child (MADV_WIPEONFORK): process ids alone do not tell, for a container's first process and its child in a namespace of its own are both 1.
 """
 
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 
+MADV_WIPEONFORK = 18
 _forget: list[Callable[[], object]] = []
+_forks = 0  # since the program began
 _known = os.getpid()  # the process in which nothing is another's
-_locks: dict[int, threading.RLock] = {}  # by process: that of the parent may be held for ever
+_page = mmap(-1, PAGESIZE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+with suppress(OSError):  # an old kernel, where process ids have to do
+    _page.madvise(MADV_WIPEONFORK)
+_page[0] = 1  # `_mark` of the number of forks
+_locks: dict[tuple[int, int], threading.RLock] = {}  # by process: that of the parent may be held for ever
 
 
 def at_fork(forget: Callable[[], object]) -> None:
@@ -17,15 +26,31 @@ def at_fork(forget: Callable[[], object]) -> None:
     _forget.append(forget)
 
 
-def look_for_fork() -> None:
-    """Forget what is the parent's, if this process has forked and nobody has said so."""
-    global _known
-    if (process := os.getpid()) != _known:
-        with _locks.setdefault(process, threading.RLock()):
-            if process != _known:
-                for forget in _forget:
-                    forget()
-                _known = process
+def look_for_fork() -> int:
+    """Forget what is the parent's, if this process has forked and nobody has said so. Return how many forks made it: what was made at another
+    number is the parent's."""
+    if _is_forked():
+        with _locks.setdefault((_forks, os.getpid()), threading.RLock()):
+            if _is_forked():
+                _begin()
+    return _forks
 
 
-os.register_at_fork(after_in_child=look_for_fork)
+def _is_forked() -> bool:
+    return _page[0] != _mark(_forks) or os.getpid() != _known
+
+
+def _mark(forks: int) -> int:
+    return forks % 255 + 1
+
+
+def _begin() -> None:
+    """Begin a forked child's own life. Other threads of the child wait until the last line."""
+    global _known, _forks
+    for forget in _forget:
+        forget()
+    _page[0], _known = _mark(_forks + 1), os.getpid()
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_begin)

@@ -57,14 +57,24 @@ def resolved(path: Path) -> Path:
     return place
 
 
-def _way_to(path: Path, shared: bool) -> tuple[Path, str | None]:
+def why_replaceable(path: Path, group: bool = False) -> str | None:
+    """Return why another user may put another file at `path`, with what to do, or None if none can. With `group`, one that may write to a
+    folder is trusted.
+
+    >>> why_replaceable(Path("/etc/passwd"))
+    """
+    why = _way_to(path, False, group)[1]
+    return why and f"{path} {why}: nothing there can be trusted. Name a file that only this user and root can replace"
+
+
+def _way_to(path: Path, shared: bool, group: bool = False) -> tuple[Path, str | None]:
     """Follow a path from the root on. Return where it leads, and why another user may have it lead elsewhere, or None if none can. With
-    `shared`, what others may write to will do, and what they own will not."""
+    `shared`, what others may write to will do, and what they own will not; with `group`, what any group may write to."""
     here, left, links = Path("/"), _steps(path.absolute()), 0
     while left:
         step = here / left.pop()
         try:
-            if why := _why_replaceable(here.lstat(), shared):
+            if why := _why_replaceable(here, shared, group):
                 return here, f"lies in {here}, which {why}"
             found = step.lstat() if step.name != ".." else None
         except FileNotFoundError:
@@ -91,14 +101,17 @@ def _steps(path: Path) -> list[str]:
     return [part for part in reversed(path.parts) if part != "/"]
 
 
-def _why_replaceable(found: os.stat_result, shared: bool) -> str | None:
+def _why_replaceable(folder: Path, shared: bool, group: bool) -> str | None:
     """Return why another user could replace what this user has in a folder, or None if none could."""
+    found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return "is not a folder"
     if not _may_lead(found.st_uid):
         return f"belongs to {user_name(found.st_uid)}"
-    is_closed = not found.st_mode & stat.S_IWOTH and (not found.st_mode & stat.S_IWGRP or _is_chosen(found))
+    is_closed = not found.st_mode & stat.S_IWOTH and (group or not found.st_mode & stat.S_IWGRP or _is_chosen(found))
     if is_closed or shared or found.st_mode & stat.S_ISVTX:  # as /tmp: there nobody replaces what is another's
+        return None
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:  # as Kubernetes mounts a ConfigMap, with mode 0777
         return None
     return f"can be written by others (its mode is {stat.S_IMODE(found.st_mode):04o}; chmod +t would do)"
 

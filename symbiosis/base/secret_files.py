@@ -1,11 +1,11 @@
 """Files that hold a secret: private keys, API keys, pads. There is one rule for all: their owner is this user or root, and nobody else may read
-or write them."""
+or write them, or put another file in their place."""
 
 import os
 import stat
 from pathlib import Path
 
-from symbiosis.base.ownership import ROOT, is_ours, is_trusted, user_name
+from symbiosis.base.ownership import ROOT, is_trusted, user_name, why_replaceable
 from symbiosis.errors import ConfigError
 
 OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -15,8 +15,8 @@ AS_MOUNTED = "where it is mounted by Kubernetes: defaultMode: 0440, and a securi
 def open_secret(path: Path, flags: int = os.O_RDONLY) -> int:
     """Return a descriptor of the file. Raise `ConfigError` if another user may read it, write it or choose which one it is, else `OSError`.
     A pipe is not waited for."""
-    if path.is_symlink() and not is_ours(path):
-        raise ConfigError(f"{path} is another user's link, which may lead anywhere: name the file itself")
+    if why := why_replaceable(path):
+        raise ConfigError(why)
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     if why := why_exposed(path, os.fstat(descriptor)):
         os.close(descriptor)

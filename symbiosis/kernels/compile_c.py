@@ -64,7 +64,8 @@ def compiled(source: Path, *flags: str) -> Iterator[str]:
 def _compile(source: Path, flags: tuple[str, ...], folder: Path) -> str:
     library = f"{folder}/{source.stem}.so"
     command = [_compiler(), "-shared", "-fPIC", *flags, str(source), "-o", library]
-    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+    environment = {**os.environ, Use.TEMPORARY: str(folder)}  # for what passes between the compiler and the assembler
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=COMPILE_S)
     return library
 
 

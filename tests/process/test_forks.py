@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import symbiosis
+from symbiosis.base import forks
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, ExecutorUnavailable
 from symbiosis.protocol import Op
@@ -126,3 +127,17 @@ def test_a_forked_child_tests_its_answers_by_itself() -> None:
                     found = 0
             os._exit(found)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("by_libc", [False, True], ids=["Python", "libc"])
+def test_a_child_with_its_parents_process_id_is_noticed(by_libc: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are 1 where a container's first process has a child in a namespace of its own."""
+    forgotten = list[int]()
+    monkeypatch.setattr(forks, "_forget", [lambda: forgotten.append(1)])
+    monkeypatch.setattr(os, "getpid", lambda: forks._known)
+    child = ctypes.CDLL(None).fork() if by_libc else os.fork()
+    if child == 0:
+        forks.look_for_fork()
+        forks.look_for_fork()
+        os._exit(len(forgotten))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1 and not forgotten

@@ -95,3 +95,20 @@ def test_without_a_compiler_nothing_is_loaded(source: Path, monkeypatch: pytest.
     assert compile_c.load(source) is None
     monkeypatch.setenv("CC", "/bin/false")
     assert compile_c.load(source) is None
+
+
+def test_what_the_compiler_leaves_for_the_assembler_lies_in_a_folder_of_this_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where $TMPDIR leads, others may put another file in its place."""
+    told = tmp_path / "told"
+    (compiler := tmp_path / "cc").write_text(f'#!/bin/sh\necho "$TMPDIR" >> {told}\nexec cc "$@"\n')
+    compiler.chmod(0o700)
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o777)
+    (source := tmp_path / "one.c").write_text("int one(void) { return 1; }")
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("TMPDIR", str(shared))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert compile_c.load(source) is not None
+    assert told.read_text().startswith(str(tmp_path / "cache"))

@@ -335,3 +335,19 @@ def test_a_group_that_root_has_chosen_for_this_process_may_write_on_the_way(
         volume.chmod(mode)
         assert (why_not_ours(mine) is None) == is_ours
         assert why_not_ours(mine, shared=True) is None
+
+
+def test_nothing_is_compiled_while_others_could_change_what_compilers_leave_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in (*CACHES, "PYTHONSAFEPATH"):
+        monkeypatch.setenv(variable, str(tmp_path / "mine"))
+    (shared := tmp_path / "shared").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    check_caches(inductor=True)
+    assert os.environ["PYTHONSAFEPATH"] == "1"
+    shared.chmod(0o777)
+    with pytest.raises(ConfigError, match="set .TMPDIR to a folder of your own"):
+        check_caches()
+    shared.chmod(0o1777)
+    check_caches()

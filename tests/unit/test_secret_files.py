@@ -69,7 +69,7 @@ def test_a_secret_of_another_user_is_refused(
     (link := tmp_path / "link").symlink_to(path)
     read(link)
     os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
-    with pytest.raises(ConfigError, match="another user's link"):
+    with pytest.raises(ConfigError, match="leads over the link"):
         read(link)
 
 
@@ -152,3 +152,40 @@ def test_a_new_secret_is_its_owners_whatever_the_umask(tmp_path: Path) -> None:
             assert stat.S_IMODE(make(tmp_path).stat().st_mode) == 0o600
     finally:
         os.umask(old)
+
+
+@each_kind
+@pytest.mark.parametrize("how", ["everybody's", pytest.param("a stranger's", marks=as_root)])
+def test_a_secret_whose_folder_others_can_replace_is_refused(
+    make: Callable[[Path], Path], read: Callable[[Path], object], how: str, tmp_path: Path
+) -> None:
+    """They could put an old file back, which has all the right modes."""
+    (folder := tmp_path / "up" / "folder").mkdir(parents=True)
+    path = make(folder)
+    read(path)
+    others_take(tmp_path / "up", how)
+    with pytest.raises(ConfigError, match=f"{path} lies in {tmp_path}/up, which"):
+        read(path)
+
+
+@pytest.mark.parametrize("how", ["everybody's", pytest.param("a stranger's", marks=as_root)])
+def test_nobody_is_let_in_by_a_folder_that_others_can_replace(how: str, tmp_path: Path) -> None:
+    (folder := tmp_path / "up" / "tenants").mkdir(parents=True)
+    generate("alice", tmp_path)
+    (tmp_path / "alice.pub").rename(folder / "alice.pub")
+    tenants = Tenants(folder)
+    assert tenants.look() and tenants.members == {"alice"}
+    others_take(tmp_path / "up", how)
+    assert tenants.look() and not tenants.members
+    with pytest.raises(ConfigError, match=f"lies in {tmp_path}/up, which"):
+        Tenants(folder)
+    (tmp_path / "up").chmod(0o1777)
+    os.chown(tmp_path / "up", os.getuid(), -1)
+    assert tenants.look() and tenants.members == {"alice"}
+
+
+def others_take(folder: Path, how: str) -> None:
+    if how == "everybody's":
+        folder.chmod(0o777)
+    else:
+        os.chown(folder, STRANGER, STRANGER)

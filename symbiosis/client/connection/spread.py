@@ -8,7 +8,6 @@ A CPU calls each rank by a thread of its own. A GPU calls each by a stream, all 
 step does the same. Where ranks are GPUs, each makes what lies in its own memory.
 """
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from symbiosis.base.forks import look_for_fork
 from symbiosis.client.requests import unshared
 from symbiosis.client.stats import Stats
 from symbiosis.kernels.gpu.streams import alongside
@@ -78,7 +78,7 @@ class Spread(Generic[Session]):
         self._others = {rank: caller for rank, caller in enumerate(callers) if rank != here}
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by rank and the stream that calls
         self._pool: ThreadPoolExecutor | None = None
-        self._process = 0  # whose threads they are
+        self._fork = 0  # of the process whose threads they are
 
     @classmethod
     def over(
@@ -146,8 +146,8 @@ class Spread(Generic[Session]):
         def made(rank: int) -> list[Tensor]:
             return [callers[rank].send(shares[rank].call, _part(payload, shares[rank]))[0] for shares in each]
 
-        if self._pool is None or self._process != os.getpid():  # a forked child has none of its parent's threads
-            self._pool, self._process = ThreadPoolExecutor(len(self._others), "symbiosis-spread"), os.getpid()
+        if self._pool is None or self._fork != look_for_fork():  # a forked child has none of its parent's threads
+            self._pool, self._fork = ThreadPoolExecutor(len(self._others), "symbiosis-spread"), look_for_fork()
         others: dict[int, Future[list[Tensor]]] = {rank: self._pool.submit(made, rank) for rank in self._others}
         try:
             mine = made(self._here)

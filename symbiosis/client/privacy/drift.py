@@ -1,12 +1,13 @@
 """Finds out whether many answers of a layer that look right are wrong together: rounding has no direction, and a change does."""
 
 import math
-import os
 import threading
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
+
+from symbiosis.base.forks import look_for_fork
 
 FALSE_ALARM = 1e-20  # for each window of a layer and direction
 BLOCK = 64  # rows that are judged together, and at most as many of a call
@@ -39,7 +40,7 @@ class Drift:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._fork = look_for_fork()
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
         self._begin()
 
@@ -52,8 +53,8 @@ class Drift:
     def saw(self, truth_TM: Tensor, off_TM: Tensor, expected_T: Tensor, eps: float, steady: float) -> bool:
         """Whether these rows make it clear that answers are wrong. All is in units of a row's size; `expected_T`: the mean square
         of what rounding makes."""
-        if self._pid != os.getpid():  # a forked child, in which the thread that held the lock is not
-            self._lock, self._pid = threading.Lock(), os.getpid()
+        if self._fork != (fork := look_for_fork()):  # a forked child, in which the thread that held the lock is not
+            self._lock, self._fork = threading.Lock(), fork
         self._waiting.append((truth_TM, off_TM, off_TM.square().sum(1) / expected_T))
         if sum(len(rows) for rows, *_ in self._waiting) < BLOCK or not self._lock.acquire(blocking=False):
             return False

@@ -5,7 +5,6 @@ new for each call: its key comes from the operating system and is never used aga
 together are x. Nothing that was sent to one operator ever goes to the other: their names are compared at each join.
 """
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from symbiosis.base.forks import look_for_fork
 from symbiosis.base.keystream import keystream, new_key
 from symbiosis.client.privacy.masked_session import (
     Group,
@@ -66,7 +66,7 @@ class SplitLevel(IntegerLevel):
     def __init__(self, options: Split, proofs: Proofs | None) -> None:
         super().__init__(options.bits, proofs)
         self._other_endpoint = options.other
-        self._pool: tuple[int, ThreadPoolExecutor] = 0, None  # type: ignore[assignment]
+        self._pool: tuple[int, ThreadPoolExecutor] = -1, None  # type: ignore[assignment]
 
     def open(self, session: PrivateSession) -> None:
         self.needs(session)  # joins
@@ -95,13 +95,13 @@ class SplitLevel(IntegerLevel):
 
     def _thread(self) -> ThreadPoolExecutor:
         """Return the thread that calls for the second half. A forked child gets its own."""
-        pid, pool = self._pool
-        if pid != os.getpid():
+        fork, pool = self._pool
+        if fork != (now := look_for_fork()):
             pool = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-share")
-            self._pool = os.getpid(), pool
+            self._pool = now, pool
         return pool
 
     def close(self) -> None:
-        if self._pool[0] == os.getpid():
+        if self._pool[0] == look_for_fork():
             self._pool[1].shutdown(wait=False)
-            self._pool = 0, None  # type: ignore[assignment]
+            self._pool = -1, None  # type: ignore[assignment]
