@@ -121,28 +121,28 @@ def test_descriptors_go_from_rank_to_rank(count: int) -> None:
     """As often as it is asked for: to others, and to the rank itself when it is started again."""
     exchange, held = Exchange(), descriptors(count)
     assert part_of(1, exchange.address) is None
-    exchange.hold(1, held)
+    exchange.hold(1, "digest", held)
     for _ in range(3):
         found = part_of(1, exchange.address)
-        assert found is not None
-        assert [os.pread(fd, 9, 0) for fd in found] == [b"%d" % number for number in range(count)]
+        assert found is not None and found[0] == "digest"
+        assert [os.pread(fd, 9, 0) for fd in found[1]] == [b"%d" % number for number in range(count)]
         assert part_of(0, exchange.address) is None  # the thread is done with what it sent
-        close(found)
+        close(found[1])
         assert len([name for name in open_files() if "memfd:part" in name]) == count
     close(held)
 
 
 def test_an_exchange_outlives_whoever_says_nothing() -> None:
     exchange, held = Exchange(), descriptors(300)
-    exchange.hold(0, held)
+    exchange.hold(0, "digest", held)
     for said in (b"", b"12345678", b"\0\0\0\0"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.connect(bytes.fromhex(exchange.address))
             if said:
                 sock.send(said)
     found = part_of(0, exchange.address)
-    assert found is not None and len(found) == 300
-    close(found + held)
+    assert found is not None and len(found[1]) == 300
+    close(found[1] + held)
 
 
 def test_nobody_at_an_address_is_an_error() -> None:

@@ -38,7 +38,7 @@ def test_what_came_before_the_sender_stalled_is_closed(descriptors: list[int]) -
 
 def _answer_without_descriptors(orders: Connection) -> None:
     answering = Exchange()
-    answering.hold(0, [os.open(os.devnull, os.O_RDONLY)])
+    answering.hold(0, "digest", [os.open(os.devnull, os.O_RDONLY)])
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
     orders.send(answering.address)
     while (allowed := orders.recv()) is not None:
@@ -48,8 +48,8 @@ def _answer_without_descriptors(orders: Connection) -> None:
 
 def _ask(address: str, timeout: float = WAIT_S) -> None:
     found = part_of(0, address, timeout)
-    assert found is not None and len(found) == 1
-    descriptor_exchange.close(found)
+    assert found is not None and len(found[1]) == 1
+    descriptor_exchange.close(found[1])
 
 
 def test_who_had_no_descriptor_left_answers_later() -> None:

@@ -1,6 +1,5 @@
 """The life of a service's ranks, at moments that real processes seldom meet: with ranks that are pipes."""
 
-import hashlib
 import logging
 import os
 import signal
@@ -21,9 +20,10 @@ from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.options import Options, load_options
 from symbiosis.executor.ranks import rank_figures, rendezvous, service
+from symbiosis.executor.ranks.descriptor_exchange import Exchange
 from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.rank import tell_what_is_not_mapped
-from symbiosis.executor.ranks.rendezvous import PartPlace, Rendezvous
+from symbiosis.executor.ranks.rendezvous import Rendezvous, Wait
 from tests.conftest import tiny_llama
 from tests.processes import Client, Say, killed_at_the_end, until
 
@@ -284,12 +284,25 @@ def test_ranks_agree_on_the_configuration_also_when_one_is_started_again() -> No
         Rendezvous(store, 0, 2).agree(config, manifest)
 
 
-def test_a_rank_whose_file_is_gone_is_named(tmp_path: Path) -> None:
-    """It has ended since it told of it."""
-    store = HashStore()
-    store.set("file1", msgspec.json.encode(PartPlace("/proc/0/fd/7", hashlib.sha256(b"[] d").hexdigest())).decode())
-    with (tmp_path / "part").open("wb") as file, pytest.raises(ConfigError, match="rank 1 ended before this one"):
-        Rendezvous(store, 0, 2).files(file, [], "d")
+@pytest.mark.parametrize(
+    "place", ["/proc/1/fd/7", "", "2f6e6f6265", None], ids=["a path", "nothing", "nobody", "parts of another model"]
+)
+def test_no_part_is_taken_from_where_others_say(place: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reaches the store of torchrun may write there; what counts is who answers, and what it says that it has."""
+    other, right = Exchange(), Exchange()
+    with Path(os.devnull).open() as file:
+        other.hold(1, "other", [file.fileno()])
+        right.hold(1, "d", [file.fileno()])
+        store = HashStore()
+        store.set("file1", other.address if place is None else place)
+        monkeypatch.setattr(Wait, "turn", lambda *_: store.set("file1", right.address))
+        if place is None:
+            with pytest.raises(ConfigError, match="rank 1 reads another checkpoint than rank 0"):
+                Rendezvous(store, 0, 2).parts(Exchange(), "d")
+        else:
+            (part,) = Rendezvous(store, 0, 2).parts(Exchange(), "d")[1]
+            assert os.path.sameopenfile(part, file.fileno())
+            os.close(part)
 
 
 def test_ranks_of_a_host_share_half_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""How ranks on GPUs get the descriptors of each other's parts: each hands out those that it has, to processes of its own user.
+"""How ranks get the descriptors of each other's parts: each hands out those that it has, to processes of its own user, with a digest of what they
+are parts of. Where it does so may be told by anybody.
 
-A rank keeps the descriptors of all parts, for one that is started again: CUDA exports an allocation only in the process that made it.
+On GPUs a rank keeps the descriptors of all parts, for one that is started again: CUDA exports an allocation only in the process that made it.
 """
 
 import logging
@@ -15,7 +16,8 @@ from symbiosis.base.ownership import peer_uid
 from symbiosis.executor.observe.log import log
 from symbiosis.transport.control_messages import MOST_AT_ONCE
 
-COUNT = struct.Struct("<i")  # the number of a rank; of its descriptors, -1 if there are none
+COUNT = struct.Struct("<i")  # the number of a rank; of its descriptors, -1 if there are none, before the digest
+LONGEST_DIGEST = 128
 ANSWER_S = 10.0
 PAUSE_S = 0.1  # after an error, which may be that no descriptor is left
 BEHIND = b"+"  # what descriptors come with
@@ -25,16 +27,16 @@ class Exchange:
     """Answers at `address` for as long as this process lives."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[int]] = {}
+        self._parts: dict[int, tuple[str, list[int]]] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("")  # a name that no file has, which the kernel chooses
         self._listener.listen(64)
         self.address: str = self._listener.getsockname().hex()
         threading.Thread(target=self._serve, name="symbiosis-exchange", daemon=True).start()
 
-    def hold(self, rank: int, descriptors: list[int]) -> None:
+    def hold(self, rank: int, digest: str, descriptors: list[int]) -> None:
         """Hand out the part of a rank from now on. The descriptors stay open."""
-        self._parts[rank] = descriptors
+        self._parts[rank] = digest, descriptors
 
     def _serve(self) -> None:
         while True:
@@ -50,29 +52,29 @@ class Exchange:
 
     def _answer(self, sock: socket.socket) -> None:
         (rank,) = COUNT.unpack(sock.recv(COUNT.size))
-        descriptors = self._parts.get(rank)
-        if descriptors is None:
+        if rank not in self._parts:
             sock.send(COUNT.pack(-1))
             return
-        sock.send(COUNT.pack(len(descriptors)))
+        digest, descriptors = self._parts[rank]
+        sock.send(COUNT.pack(len(descriptors)) + digest.encode())
         for begin in range(0, len(descriptors), MOST_AT_ONCE):
             socket.send_fds(sock, [BEHIND], descriptors[begin : begin + MOST_AT_ONCE])
 
 
-def part_of(rank: int, address: str, timeout: float = ANSWER_S) -> list[int] | None:
-    """Ask at `address` for descriptors of the part of a rank. None: it has none. Raises `OSError` if nobody answers there. The caller closes
-    them."""
+def part_of(rank: int, address: str, timeout: float = ANSWER_S) -> tuple[str, list[int]] | None:
+    """Ask at `address` for the digest and descriptors of the part of a rank. None: it has none. Raises `OSError` if nobody of this user answers
+    there, and `ValueError` for what is no address. The caller closes them."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(timeout)
         sock.connect(bytes.fromhex(address))
         if peer_uid(sock) != os.getuid():
             raise PermissionError(f"what answers for rank {rank} is another user's")
         sock.send(COUNT.pack(rank))
-        answer = sock.recv(COUNT.size)
+        answer = sock.recv(COUNT.size + LONGEST_DIGEST)
         if len(answer) < COUNT.size:
             raise ConnectionResetError(f"what answers for rank {rank} hung up")
-        (count,) = COUNT.unpack(answer)
-        return None if count < 0 else _received(sock, count)
+        (count,) = COUNT.unpack_from(answer)
+        return None if count < 0 else (answer[COUNT.size :].decode("ascii"), _received(sock, count))
 
 
 def _received(sock: socket.socket, count: int) -> list[int]:

@@ -3,6 +3,7 @@
 What it hears first is an `Order`. What the rank says goes to stdout, as lines of JSON.
 """
 
+import hashlib
 import logging
 import os
 import resource
@@ -121,12 +122,27 @@ def store_of_parts(order: Order, options: Options, ranks: Rendezvous) -> Store:
         files = list(map(opened, order.parts))
     else:
         part = striped.part(options.all_shares, order.rank)
-        files = ranks.files(part.seal(), part.phases, striped.digest)
+        digest = digest_of(options.all_shares, part.phases, striped.digest)
+        exchange, mine = Exchange(), part.seal()
+        exchange.hold(order.rank, digest, [mine.fileno()])
+        others = ranks.parts(exchange, digest)
+        files = [mine if rank == order.rank else reader(others[rank]) for rank in range(ranks.ranks)]
     held = mapped(striped.manifest, [file.fileno() for file in files])
     store = Store(striped.fill(held), options.serve, options.integers)
     store.rank, store.ranks, store.striped = order.rank, ranks.ranks, files
     store.nbytes = os.fstat(files[order.rank].fileno()).st_size
     return store
+
+
+def reader(descriptors: list[int]) -> BinaryIO:
+    """Return the file with a rank's part."""
+    (descriptor,) = descriptors
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def digest_of(*what: object) -> str:
+    """Return a digest of all tensors and how they are cut, in which all ranks must agree."""
+    return hashlib.sha256(repr(what).encode()).hexdigest()
 
 
 def store_of_device_parts(order: Order, options: Options, ranks: Rendezvous) -> Store:
@@ -140,17 +156,17 @@ def store_of_device_parts(order: Order, options: Options, ranks: Rendezvous) -> 
     layout = gpu_stripes.RunLayout(striped.manifest, options.all_shares, striped.tied)
     must_have_descriptors(len(layout.runs))
     if kept := ranks.kept_by_others():
-        mine, digest = kept
+        digest, mine = kept
         handles = {order.rank: [imported(descriptor) for descriptor in mine]}
     else:
         part = gpu_stripes.DevicePart(layout, order.rank, device)
         striped.read(part)
-        handles, digest = {order.rank: part.sealed()}, striped.digest
+        handles, digest = {order.rank: part.sealed()}, digest_of(options.all_shares, striped.digest)
         mine = [exported(handle) for handle in handles[order.rank]]
     exchange = Exchange()
-    exchange.hold(order.rank, mine)
+    exchange.hold(order.rank, digest, mine)
     for rank, theirs in ranks.parts(exchange, digest).items():
-        exchange.hold(rank, theirs)
+        exchange.hold(rank, digest, theirs)
         handles[rank] = [imported(descriptor) for descriptor in theirs]
     held, tensors = gpu_stripes.mapped(layout, handles, device)
     store = Store(striped.fill(tensors, device), options.serve, options.integers)

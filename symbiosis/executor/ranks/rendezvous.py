@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import BinaryIO
 
 import msgspec
 from msgspec.structs import replace
@@ -15,10 +14,9 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 
 from symbiosis.errors import ConfigError
 from symbiosis.executor.observe.log import ALARM_S, log
-from symbiosis.executor.ranks.descriptor_exchange import Exchange, part_of
+from symbiosis.executor.ranks.descriptor_exchange import Exchange, close, part_of
 from symbiosis.protocol import ELSEWHERE, Layer
 from symbiosis.transport.fingerprint import of_the_model
-from symbiosis.transport.local.striped_weights import opened
 
 LONGEST_LOAD = timedelta(hours=6)  # that a rank waits for the others to load their parts
 TURN_S = 0.05  # of waiting for what a rank has yet to tell
@@ -29,13 +27,6 @@ class RankDigests(msgspec.Struct, frozen=True):
     """What a rank tells: the digests of the tensors that it holds."""
 
     digests: dict[int, str]
-
-
-class PartPlace(msgspec.Struct, frozen=True):
-    """What a rank tells of its part: where to open or to ask for it, and a digest of what it has read and where that lies."""
-
-    path: str
-    digest: str
 
 
 OTHER_CHECKPOINT = "rank {} reads another checkpoint than rank {}: the models' configurations or tensors differ. Give all ranks the same one"
@@ -76,31 +67,20 @@ class Rendezvous:
             if self._get(what, rank) != mine:
                 raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
 
-    def files(self, file: BinaryIO, phases: Sequence[int], digest: str) -> list[BinaryIO]:
-        """Tell the others of this rank's file, and return the files of all. They are opened by way of the processes that made them.
-
-        Args:
-            phases: Where tensors begin in the file.
-            digest: Of all tensors, as this rank has read them.
-        """
-        of_all = hashlib.sha256(f"{phases} {digest}".encode()).hexdigest()
-        told = self._tell_place(f"/proc/{os.getpid()}/fd/{file.fileno()}", of_all)
-        return [file if rank == self.rank else self._opened(rank, told) for rank in range(self.ranks)]
-
-    def kept_by_others(self) -> tuple[list[int], str] | None:
-        """Return descriptors of this rank's part, and its digest, if another rank has kept it from this one's earlier life."""
+    def kept_by_others(self) -> tuple[str, list[int]] | None:
+        """Return the digest and descriptors of this rank's part, if another rank has kept it from this one's earlier life."""
         for rank in range(self.ranks):
             if rank != self.rank and self._store.check([f"file{rank}"]) and self._store.check([f"file{self.rank}"]):
-                with suppress(OSError):
-                    found = part_of(self.rank, self._place(rank).path)
-                    if found is not None:
-                        return found, self._place(self.rank).digest
+                with suppress(OSError, ValueError):
+                    if found := part_of(self.rank, self._get("file", rank)):
+                        return found
         return None
 
     def parts(self, exchange: Exchange, digest: str) -> dict[int, list[int]]:
-        """Tell the others where this rank hands out its part, and return descriptors of theirs, by rank."""
-        told = self._tell_place(exchange.address, digest)
-        return {rank: self._part(rank, told) for rank in range(self.ranks) if rank != self.rank}
+        """Tell the others where this rank hands out its part, and return descriptors of theirs, by rank. Raise `ConfigError` if they are of
+        something else."""
+        self._store.set(f"file{self.rank}", exchange.address)
+        return {rank: self._part(rank, digest) for rank in range(self.ranks) if rank != self.rank}
 
     def names(self, mine: str) -> tuple[str, ...]:
         """Tell the others the name of this rank's GPU, and return those of all."""
@@ -125,33 +105,19 @@ class Rendezvous:
         told = [self._get("ready", rank).split() for rank in range(self.ranks * (self.rank == 0))]
         return [(int(one), int(two)) for one, two in told]
 
-    def _opened(self, rank: int, mine: PartPlace) -> BinaryIO:
-        try:
-            return opened(self._place(rank, mine).path)
-        except FileNotFoundError:
-            raise ConfigError(f"rank {rank} ended before this one had mapped its part") from None
-
-    def _part(self, rank: int, mine: PartPlace) -> list[int]:
+    def _part(self, rank: int, digest: str) -> list[int]:
         """Ask a rank for its part, again if it has died meanwhile and is started again."""
         wait = Wait(rank)
         while True:
-            with suppress(OSError):
-                found = part_of(rank, self._place(rank, mine).path)
-                if found is not None:  # a small model's part may be nothing at all
-                    return found
+            found = None
+            with suppress(OSError, ValueError):
+                found = part_of(rank, self._get("file", rank))
+            if found and found[0] == digest:
+                return found[1]  # a small model's part may be nothing at all
+            if found:
+                close(found[1])
+                raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
             wait.turn(PAUSE_S)
-
-    def _tell_place(self, path: str, digest: str) -> PartPlace:
-        told = PartPlace(path, digest)
-        self._store.set(f"file{self.rank}", msgspec.json.encode(told).decode())
-        return told
-
-    def _place(self, rank: int, mine: PartPlace | None = None) -> PartPlace:
-        """Return what a rank has told, which must have read what is `mine`."""
-        place = msgspec.json.decode(self._get("file", rank), type=PartPlace)
-        if mine is not None and place.digest != mine.digest:
-            raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
-        return place
 
     def _tell(self, key: str, said: str) -> None:
         """Tell the others something that is the same in each life of this rank."""
