@@ -3,7 +3,6 @@
 import os
 from http import HTTPStatus
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from symbiosis import __version__
-from symbiosis.base.folders import Use, user_folder
+from symbiosis.base.folders import Use, temporary_folder, user_folder
 from symbiosis.build import build
 from symbiosis.server import openai_protocol, page
 from symbiosis.server.api_errors import ApiError, app_of, only_for, storing, unknown_model, wrong
@@ -199,10 +198,10 @@ async def put_adapter(front: ServingState, request: Request) -> ASGIApp:
     uploads = Path(front.options.uploads or user_folder(Use.TEMPORARY, make=True))
     with (
         storing("the server's folder for adapters that are sent", uploads),
-        TemporaryDirectory(prefix="symbiosis-adapter-", dir=uploads) as folder,  # which is this process's own
+        temporary_folder("symbiosis-adapter-", uploads) as folder,
     ):
-        await received(front.bodies, front.options.max_adapter_bytes, request, Path(folder))
-        return _json(await front.remote.ask(AdapterInfo, "add", name, folder))
+        await received(front.bodies, front.options.max_adapter_bytes, request, folder)
+        return _json(await front.remote.ask(AdapterInfo, "add", name, str(folder)))
 
 
 async def delete_adapter(front: ServingState, request: Request) -> ASGIApp:
