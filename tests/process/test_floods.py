@@ -36,11 +36,9 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
-from symbiosis.transport.tcp import connection_monitor
+from symbiosis.transport.tcp import connection_monitor, discard
 from symbiosis.transport.tcp import listener as tcp_listener
-from symbiosis.transport.tcp.call_frames import Message
 from symbiosis.transport.tcp.sockets import Wire
-from symbiosis.transport.tcp.tenant_queues import FRAMES_AT_ONCE, TenantQueues
 from tests.conftest import tiny_llama
 from tests.fault.test_hostile_executor import welcome_of
 from tests.processes import WAIT_S, Bystander, until
@@ -58,37 +56,64 @@ def house(serve: Callable, tmp_path: Path) -> Any:
 # ---------------------------------------------------------------- messages of very many frames
 
 
+@pytest.fixture(params=["in C", "in Python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How frames are thrown away."""
+    if request.param == "in C":
+        discard._compile()
+        if not discard._libraries:
+            pytest.skip("no C compiler here")
+    else:
+        monkeypatch.setattr(discard, "_compile_meanwhile", lambda: None)
+        monkeypatch.setattr(discard, "_libraries", [])
+    return str(request.param)
+
+
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_message_of_very_many_frames_leaves_the_loop_to_others(
-    joined: bool, house: Any, llama: nn.Module, monkeypatch: pytest.MonkeyPatch
+    joined: bool, way: str, house: Any, llama: nn.Module
 ) -> None:
     """The loop turns at least once in some thousands of frames, and each turn does what else there is to do."""
-    seen, receive = set[int](), TenantQueues._receive
-    reactor = house.server.reactor
-
-    def counted(queues: TenantQueues) -> Message | None:
-        seen.add(reactor.passes)
-        return receive(queues)
-
+    (listener,), reactor = house.server.listeners, house.server.reactor
     with Bystander(house.endpoint, llama) as innocent:
         stream = Stream(house.endpoint)
         if joined:
             stream.join()
-        monkeypatch.setattr(
-            connection_monitor, "FIRST_BYTES", 4 * FRAMES
-        )  # else its look may end it before all has come
-        monkeypatch.setattr(TenantQueues, "_receive", counted)
-        stream.send_empty_frames(FRAMES)
-        until(lambda: stream.was_hung_up_on, "the end of the connection")
-        assert len(seen) >= FRAMES / 10_000
+        seen, some = list[int](), discard.Discard.some
+
+        def counted(self: Any) -> None:
+            seen.append(reactor.passes)
+            some(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            # else its look may end it before ZeroMQ has taken all of it in
+            patch.setattr(connection_monitor, "FIRST_BYTES", 4 * FRAMES)
+            patch.setattr(discard.Discard, "some", counted)
+            stream.send_empty_frames(FRAMES)
+            until(lambda: seen and not listener._queues.blocked, "the end of the message")
+        assert len(set(seen)) == len(seen) >= FRAMES / 100_000
+        assert stream.was_hung_up_on
         innocent.goes_on()
         stream.close()
+
+
+def test_who_listens_can_throw_frames_away_in_c_before_they_come(
+    serve: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first such message would be over before the compiler is."""
+    discard._compile()
+    if not discard._libraries:
+        pytest.skip("no C compiler here")
+    monkeypatch.setattr(discard, "_libraries", [])
+    discard._compile_meanwhile.cache_clear()
+    serve(tiny_llama(), listen="tcp://127.0.0.1:0")
+    until(lambda: discard._libraries, "the library")
 
 
 def test_a_message_of_a_few_frames_too_many_ends_its_connection(house: Any) -> None:
     """... and what others send is found behind it."""
     raw = Raw(house.endpoint)
-    raw.socket.send_multipart([b"x"] * (FRAMES_AT_ONCE + 100))
+    raw.socket.send_multipart([b"x"] * (discard.BY_PYTHON + 100))
     until(lambda: raw.was_hung_up_on, "the end of the connection")
     session = Session(house.endpoint)
     assert echoes(session)

@@ -10,11 +10,12 @@ import zmq
 from symbiosis.protocol import Limits
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.call_frames import Message
+from symbiosis.transport.tcp.discard import Discard
 from symbiosis.transport.tcp.sockets import most_frames
 
 MOST_FRAMES = 64  # of a message without keys; a valid one has at most 3
 BESIDES = 3  # frames of a valid message besides its rows
-FRAMES_AT_ONCE = 1024  # most frames that are received in one pass of the loop
+FRAMES_AT_ONCE = 256  # most frames that are received in one pass of the loop
 MOST_OF_ONE = 1024  # messages of a tenant, over all its connections
 MOST_BYTES = 256 << 20  # of a tenant's messages, unless it is a single one
 
@@ -35,6 +36,7 @@ class TenantQueues:
         self._socket, self._reactor, self._whose, self._is_too_much = socket, reactor, whose, is_too_much
         self.most_frames = BESIDES + most_frames(limits.max_call_bytes, encrypted) if encrypted else MOST_FRAMES
         self._most, self._most_bytes = limits.max_in_flight, min(MOST_BYTES, limits.max_tenant_bytes)
+        self._discard = Discard(socket)
         self._begun: Message | None = None  # a message of which some frames are received: the others must be next
         self._queues: dict[str | bytes, deque[Message]] = {}  # in the order in which they come next; none is empty
         self._kept = Counter[bytes]()  # messages of each connection
@@ -50,12 +52,14 @@ class TenantQueues:
 
     @property
     def blocked(self) -> bool:
-        """Whether the rest of a message must be received before another can be."""
-        return self._begun is not None
+        """Whether the rest of a message must be received, or thrown away, before another can be."""
+        return self._discard.going or self._begun is not None
 
     def unblock(self) -> None:
-        """Receive some more of a long message, if there is one."""
-        if self._begun is not None:
+        """Receive, or throw away, some more of a long message, if there is one."""
+        if self._discard.going:
+            self._discard.some()
+        elif self._begun is not None:
             self._take_one()
 
     def take_in(self, most: int) -> int:
@@ -73,21 +77,22 @@ class TenantQueues:
             self._reactor.attempt(None, self._keep, message)
 
     def _receive(self) -> Message | None:
-        """Receive the next message, or None if more of it is to be received in the next pass. Of one with too many frames, the first
-        are kept: ZeroMQ hands out nothing else before its end."""
+        """Receive the next message, or the first frames of one that has too many: the others are thrown away. Return None if more of it is
+        to be received in the next pass."""
         message, self._begun = self._begun or Message(), None
         for _ in range(FRAMES_AT_ONCE):
-            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            if len(message) <= self.most_frames:
-                message.append(frame)
-            if not frame.more:
+            message.append(self._socket.recv(zmq.NOBLOCK, copy=False))
+            if not message[-1].more:
+                return message
+            if len(message) > self.most_frames:
+                self._discard.begin()
                 return message
         self._begun = message
         return None
 
     def _keep(self, message: Message) -> None:
         message.nbytes = sum(map(len, message))
-        if len(message) > self.most_frames or not self.put(self._whose(message), message):
+        if self._discard.going or not self.put(self._whose(message), message):
             self._is_too_much(message)
 
     def put(self, tenant: str | bytes, message: Message) -> bool:
