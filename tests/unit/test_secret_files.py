@@ -4,10 +4,12 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from symbiosis.base.curve_keys import Tenants, generate, read_pair
+from symbiosis.base.ownership import why_replaceable
 from symbiosis.base.secret_files import create_secret, open_secret, read_secret, why_exposed
 from symbiosis.client.privacy.pad_layout import Contents, laid_out
 from symbiosis.client.privacy.pads import PadFile
@@ -182,6 +184,15 @@ def test_nobody_is_let_in_by_a_folder_that_others_can_replace(how: str, tmp_path
     (tmp_path / "up").chmod(0o1777)
     os.chown(tmp_path / "up", os.getuid(), -1)
     assert tenants.look() and tenants.members == {"alice"}
+
+
+def test_what_is_mounted_read_only_may_have_any_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a ConfigMap of Kubernetes has 0777."""
+    (folder := tmp_path / "tenants").mkdir()
+    folder.chmod(0o777)
+    assert why_replaceable(folder / "alice.pub")
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    assert why_replaceable(folder / "alice.pub") is None
 
 
 def others_take(folder: Path, how: str) -> None:
