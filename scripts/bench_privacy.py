@@ -23,7 +23,7 @@ from _processes import LoraClient, Worker, executor, prepare, progress, save_lla
 
 import symbiosis
 from symbiosis.base.reporting import Report, print_table
-from symbiosis.cli.pads import make
+from symbiosis.cli.pad_files import make
 
 GIGABIT = 1e9
 TARGETS = ("q_proj", "v_proj")

@@ -44,7 +44,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 import symbiosis
 from symbiosis.audit.unmasked import Unmasked
 from symbiosis.base.reporting import Report, print_table
-from symbiosis.cli.pads import make as make_pads
+from symbiosis.cli.pad_files import make as make_pads
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.errors import SymbiosisError
 from symbiosis.transport.fingerprint import digest

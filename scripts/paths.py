@@ -152,7 +152,7 @@ def record_requests(paths: Paths, folder: Path) -> dict[str, set[tuple[str, str]
 
 
 def speaks_for_engine(paths: Paths, pid: int) -> bool:
-    return paths.ran_in(pid, "serving/engine/loop")
+    return paths.ran_in(pid, "serving/engine/engine_loop")
 
 
 def record_cluster(paths: Paths, folder: Path) -> dict[str, set[tuple[str, str]]]:
@@ -246,8 +246,8 @@ def free_port() -> int:
 
 
 def files_of_a_part(title: str) -> set[str]:
-    """The files that CONTRIBUTING.md sends one to who adds such a part."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+    """The files that docs/extending.md sends one to who adds such a part."""
+    text = (ROOT / "docs/extending.md").read_text()
     found = re.search(rf"^\*\*{title}\.\*\*(.*?)(?=^\*\*|^## )", text, re.MULTILINE | re.DOTALL)
     assert found, title
     return set(re.findall(r"`((?:\w+/)*\w+\.(?:py|md|c|html|toml))`", found.group(1)))

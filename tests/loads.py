@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import symbiosis
 from symbiosis.audit.unmasked import Unmasked
-from symbiosis.cli.pads import make
+from symbiosis.cli.pad_files import make
 from symbiosis.client.session import Session
 from symbiosis.protocol import Op, Priority
 from tests.conftest import tiny_llama

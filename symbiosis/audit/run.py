@@ -24,7 +24,7 @@ from symbiosis.audit.recorder import Recorder
 from symbiosis.audit.unmasked import Unmasked, unequal_values
 from symbiosis.base.folders import temporary_folder
 from symbiosis.base.reporting import Report, print_table
-from symbiosis.cli.pads import make
+from symbiosis.cli.pad_files import make
 from symbiosis.client.privacy.masked_session import Privacy, checked_bits
 from symbiosis.demo.processes import exit_at_sigterm
 

@@ -189,7 +189,7 @@ def pads(
     dtype: Annotated[str | None, typer.Option(help="As the executor's --dtype. Default: that of the checkpoint.")] = None,
 ) -> None:  # fmt: skip
     """Make the pads of privacy=symbiosis.Pads(FILE), on a machine of your own: the executor must never see them."""
-    from symbiosis.cli.pads import make
+    from symbiosis.cli.pad_files import make
 
     made = make(model, tokens, output, bits, training, dtype)
     typer.echo(f"{output}: {tokens} pads for {len(made.streams)} kinds of rows, {output.stat().st_size / 1e6:.1f} MB")

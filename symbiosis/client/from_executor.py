@@ -20,7 +20,7 @@ from symbiosis.base.memory import whole_memory
 from symbiosis.client import arguments
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S
 from symbiosis.client.executor_config import told_class, told_config, told_generation
-from symbiosis.client.placement import place_beside
+from symbiosis.client.model_device import place_beside
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.client.wrap import attach

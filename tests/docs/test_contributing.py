@@ -1,10 +1,10 @@
-"""What CONTRIBUTING.md sends its readers to is there."""
+"""What CONTRIBUTING.md and docs/extending.md send their readers to is there."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+TEXT = "\n\n".join((ROOT / page).read_text() for page in ("CONTRIBUTING.md", "docs/extending.md"))
 PATHS = sorted(set(re.findall(r"(?<![\w/.])((?:symbiosis|tests|scripts|docs)/[\w./-]*|[A-Z]+\.md)", TEXT)))
 
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 import symbiosis
 from symbiosis.base import curve_keys
-from symbiosis.cli import pads
+from symbiosis.cli import pad_files
 from symbiosis.executor.model.load import DEMO_MODEL, load_model
 from tests.docs.test_readme import PROGRAMS
 
@@ -57,7 +57,7 @@ def test_programs_run_one_after_the_other(scope: dict[str, Any], capsys: pytest.
 
 def test_each_way_to_hide_or_prove_runs(scope: dict[str, Any]) -> None:
     (program,) = [program for program in PROGRAMS if "privacy=" in program]
-    pads.make("demo", TOKENS, Path("alice.pads"))
+    pad_files.make("demo", TOKENS, Path("alice.pads"))
     statements = program.strip().splitlines()
     assert len(statements) == 3
     unsplit, ids = load_model("demo"), scope["tokenizer"]("The return value is", return_tensors="pt").input_ids

@@ -22,7 +22,7 @@ from symbiosis.cluster.router.router_options import RouterOptions
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.protocol.cluster_state import Member, Told, folder_of, tell
 from symbiosis.serving import Engine
-from symbiosis.serving.engine.loop import Loop
+from symbiosis.serving.engine.engine_loop import Loop
 from tests.fault_proxy import FaultProxy
 from tests.serving_api import Api, client, eventually, http_process, is_up, web
 

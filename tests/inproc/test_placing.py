@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 import symbiosis
-from symbiosis.client import placement
+from symbiosis.client import model_device
 from symbiosis.client.session import Session
 from symbiosis.protocol import Welcome
 from tests.conftest import tiny_llama
@@ -23,7 +23,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this program sees."""
     seen = list(OURS)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
-    monkeypatch.setattr(placement, "device_name", lambda device: seen[device.index])
+    monkeypatch.setattr(model_device, "device_name", lambda device: seen[device.index])
     return seen
 
 
@@ -38,7 +38,7 @@ def welcome(serve: Callable) -> Welcome:
 @pytest.mark.parametrize("endpoint", ["local:///x.sock", "inproc://x", "tcp://127.0.0.1:7000"])
 def test_it_is_on_the_gpu_of_the_executor(endpoint: str, gpus: list[str], welcome: Welcome, caplog: Any) -> None:
     for index, name in enumerate(OURS):
-        assert placement.place_beside(replace(welcome, gpu=name), endpoint) == torch.device("cuda", index)
+        assert model_device.place_beside(replace(welcome, gpu=name), endpoint) == torch.device("cuda", index)
     assert not caplog.records
 
 
@@ -53,7 +53,7 @@ def test_it_is_on_the_gpu_of_the_executor(endpoint: str, gpus: list[str], welcom
 def test_a_gpu_that_is_not_used_is_told_of(
     gpu: str, endpoint: str, told: str, gpus: list[str], welcome: Welcome, caplog: Any
 ) -> None:
-    assert placement.place_beside(replace(welcome, gpu=gpu), endpoint) == torch.device("cpu")
+    assert model_device.place_beside(replace(welcome, gpu=gpu), endpoint) == torch.device("cpu")
     (record,) = caplog.records
     assert re.search(told, record.getMessage())
 
@@ -61,9 +61,9 @@ def test_a_gpu_that_is_not_used_is_told_of(
 def test_without_a_gpu_there_is_nothing_to_say(welcome: Welcome, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for gpu, endpoint in (("", "local:///x.sock"), ("GPU-far", "tcp://far:7000")):
-        assert placement.place_beside(replace(welcome, gpu=gpu), endpoint) == torch.device("cpu")
+        assert model_device.place_beside(replace(welcome, gpu=gpu), endpoint) == torch.device("cpu")
     assert not caplog.records
-    placement.place_beside(replace(welcome, gpu="GPU-hidden"), "local:///x.sock")
+    model_device.place_beside(replace(welcome, gpu="GPU-hidden"), "local:///x.sock")
     assert "does not see" in caplog.text
 
 

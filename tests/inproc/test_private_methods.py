@@ -12,7 +12,7 @@ from torch import Tensor
 
 import symbiosis
 from scripts.compat_peft import BY_LEVEL, run_case, unsplit
-from symbiosis.cli.pads import make
+from symbiosis.cli.pad_files import make
 from symbiosis.client.layers.groups import GroupMember
 from symbiosis.errors import CallError, Code, WrapError
 from symbiosis.protocol import Op, Priority

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.adapter_cache import AdapterCache
-from symbiosis.serving.lora.probe import misplaced
 from symbiosis.serving.lora.registry import AdapterRegistry
 from symbiosis.serving.lora.target_layers import TargetLayers
+from symbiosis.serving.lora.trial import misplaced
 from symbiosis.serving.runner.dense_runner import make_ready
 from symbiosis.serving.runner.model_runner import ModelRunner
 from tests.adapters import off, run, saved, sequence_of

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import symbiosis
-from symbiosis.cli.pads import make
+from symbiosis.cli.pad_files import make
 from symbiosis.client.session import Session
 from tests.conftest import tiny_llama
 from tests.private import TOKENS

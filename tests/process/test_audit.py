@@ -49,7 +49,7 @@ from symbiosis.audit.run import (
     uniformity,
 )
 from symbiosis.base.keystream import keystream, new_key
-from symbiosis.cli.pads import make
+from symbiosis.cli.pad_files import make
 from symbiosis.client.connection import reconnect
 from symbiosis.client.layers.groups import GroupMember
 from symbiosis.client.privacy import split as split_module

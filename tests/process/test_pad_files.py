@@ -17,7 +17,7 @@ from torch import nn
 
 import symbiosis
 from symbiosis.base.folders import Use, user_folder
-from symbiosis.cli.pads import make
+from symbiosis.cli.pad_files import make
 from symbiosis.client.privacy import pad_register
 from symbiosis.client.privacy.pads import AT_ONCE, PadFile
 from symbiosis.errors import ConfigError, WrapError

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import symbiosis
 from symbiosis.cli import main
-from symbiosis.cli.pads import input_groups, make
+from symbiosis.cli.pad_files import input_groups, make
 from symbiosis.client.connection.lifetime import sessions
 from symbiosis.client.privacy.pads import AT_ONCE, PadFile
 from symbiosis.errors import ConfigError, PadsUsedUp, WrapError

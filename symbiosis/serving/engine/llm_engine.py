@@ -15,9 +15,9 @@ from torch import nn
 from symbiosis.client.from_executor import built
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.errors import ConfigError
+from symbiosis.serving.engine.engine_loop import Loop
 from symbiosis.serving.engine.engine_stats import EngineStats
 from symbiosis.serving.engine.limits import check, fitted, most_tokens
-from symbiosis.serving.engine.loop import Loop
 from symbiosis.serving.engine.reader import Completion, PartReader, Reader
 from symbiosis.serving.engine.request_state import RequestState
 from symbiosis.serving.lora.adapter import Adapter

@@ -12,7 +12,7 @@ from symbiosis.serving.lora.adapter_files import TENSORS, AdapterWeights, check_
 from symbiosis.serving.lora.adapter_kinds import Base, LoadedAdapter, LoraFile, NotFused, OwnTensor, Part, fused_parts
 from symbiosis.serving.lora.config_patterns import check_numbers, check_sizes, without_patterns
 from symbiosis.serving.lora.peft_layers import Skeleton, own_tensors, peft_layers
-from symbiosis.serving.lora.probe import misplaced
+from symbiosis.serving.lora.trial import misplaced
 from symbiosis.serving.runner.model_runner import ModelRunner
 
 PROMPTS = ("PROMPT_TUNING", "P_TUNING")
