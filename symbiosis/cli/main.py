@@ -119,6 +119,7 @@ BENCHMARKS = {  # scripts/bench_*.py, with what they take on two cores; gpu: on 
     "step": "training steps and tokens of one program and of four: a quarter of an hour (--quick: 4 minutes)",
     "batching": "eight clients under each policy: a quarter of an hour (--quick: 3 minutes)",
     "isolation": "one tenant beside another's floods: 10 minutes (--quick: 1)",
+    "strangers": "a program at tcp:// beside strangers who attack its port: 6 minutes (--only NAME)",
     "api": "what HTTP costs a server: 5 minutes (--quick: 1)",
     "privacy": "what each level costs: half an hour (--quick: 5 minutes)",
     "long": "a token after a long text, on a CPU",
