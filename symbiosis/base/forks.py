@@ -12,12 +12,11 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 
 MADV_WIPEONFORK = 18
 _forget: list[Callable[[], object]] = []
-_forks = 0  # since the program began
-_known = os.getpid()  # the process in which nothing is another's
+_known = os.getpid(), 0  # the process in which nothing is another's, and how many forks made it
 _page = mmap(-1, PAGESIZE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
 with suppress(OSError):  # an old kernel, where process ids have to do
     _page.madvise(MADV_WIPEONFORK)
-_page[0] = 1  # `_mark` of the number of forks
+_page[0] = 1  # 0 in a forked child
 _locks: dict[tuple[int, int], threading.RLock] = {}  # by process: that of the parent may be held for ever
 
 
@@ -29,28 +28,24 @@ def at_fork(forget: Callable[[], object]) -> None:
 def look_for_fork() -> int:
     """Forget what is the parent's, if this process has forked and nobody has said so. Return how many forks made it: what was made at another
     number is the parent's."""
-    if _is_forked():
-        with _locks.setdefault((_forks, os.getpid()), threading.RLock()):
-            if _is_forked():
-                _begin()
-    return _forks
+    if not _page[0] or os.getpid() != _known[0]:
+        _begin_once()
+    return _known[1]
 
 
-def _is_forked() -> bool:
-    return _page[0] != _mark(_forks) or os.getpid() != _known
-
-
-def _mark(forks: int) -> int:
-    return forks % 255 + 1
+def _begin_once() -> None:
+    with _locks.setdefault((_known[1], os.getpid()), threading.RLock()):
+        if not _page[0] or os.getpid() != _known[0]:
+            _begin()
 
 
 def _begin() -> None:
     """Begin a forked child's own life. Other threads of the child wait until the last line."""
-    global _known, _forks
+    global _known
     for forget in _forget:
         forget()
-    _page[0], _known = _mark(_forks + 1), os.getpid()
-    _forks += 1
+    _page[0] = 1
+    _known = os.getpid(), _known[1] + 1
 
 
 os.register_at_fork(after_in_child=_begin)
