@@ -134,7 +134,7 @@ def test_a_child_with_its_parents_process_id_is_noticed(by_libc: bool, monkeypat
     """Both are 1 where a container's first process has a child in a namespace of its own."""
     forgotten = list[int]()
     monkeypatch.setattr(forks, "_forget", [lambda: forgotten.append(1)])
-    monkeypatch.setattr(os, "getpid", lambda: forks._known)
+    monkeypatch.setattr(os, "getpid", lambda: forks._known[0])
     child = ctypes.CDLL(None).fork() if by_libc else os.fork()
     if child == 0:
         forks.look_for_fork()
