@@ -106,6 +106,15 @@ def test_a_web_page_whose_name_leads_here_reads_nothing(pages: Pages) -> None:
     assert {ask(pages, "/metrics", host=host).status for host in ("localhost:1", "127.0.0.1", "[::1]")} == {200}
 
 
+@pytest.mark.parametrize("between", [b"\x85", b"\x0b", b"\x0c", b"\x1c", b"\x1d", b"\x1e", b"\r\n"])
+@pytest.mark.parametrize("goes_first", [True, False])
+def test_no_second_name_hides_the_one_that_a_browser_sends(between: bytes, goes_first: bool, pages: Pages) -> None:
+    """A page of another site may write headers of its own, with bytes that some take for the end of a line."""
+    lines = [b"Host: rebound.example.com", b"X-A: a" + between + b"Host: 127.0.0.1"]
+    head = b"\r\n".join(lines if goes_first else lines[::-1])
+    assert said(pages, b"GET /metrics HTTP/1.1\r\n" + head + b"\r\n\r\n").startswith(b"HTTP/1.0 400 ")
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT"])
 def test_pages_are_read_only(method: str, pages: Pages) -> None:
     answer = ask(pages, "/metrics", method)

@@ -160,7 +160,7 @@ class Pages(ThreadingMixIn, TCPServer):
 
     def answer(self, target: str, headers: Any) -> PageAnswer:
         """Return what is at a path, for a request with these headers."""
-        if "host" in headers and not self._hosts.has(headers["host"]):
+        if not all(map(self._hosts.has, headers.get_all("host", ()))):
             return PageAnswer(400, b"these pages are not known by that name: ask for them by their address\n")
         try:
             path, query = urlsplit(target).path, parse_qs(urlsplit(target).query, max_num_fields=64)
