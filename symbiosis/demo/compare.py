@@ -63,7 +63,7 @@ def compute(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Result:
     """Return greedy text for the prompt, the logits of that text, and the adapter's gradients from a training step on it."""
     prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     tokens = model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False)  # type: ignore[operator]
-    model.train()
+    model.train(isinstance(model, PeftModel))
     output = model(input_ids=tokens, labels=tokens)
     tensors = {"logits": [output.logits.detach()], "tokens": [tokens]}
     if isinstance(model, PeftModel):
