@@ -282,10 +282,11 @@ class Tenants:
         except OSError as error:
             return _File(state, settled, problem=f"cannot read the key file {self.folder / name}: {error}")
         except ConfigError as error:
-            unread = _no_descriptor(error.__cause__)
-            if unread and before is not None and before.state == state:
+            if _no_descriptor(error.__cause__) and before is not None and before.state == state:
                 return before
-            return _File(state, settled and not unread, problem=str(error))
+            return _File(
+                state, False, problem=str(error)
+            )  # it may lie in the way to the file, whose state does not show it
 
     def _public_in(self, path: Path) -> PublicKey:
         if not NAME.fullmatch(path.stem):

@@ -211,7 +211,7 @@ def test_tangents_are_refused(way: str, exact: bool, privacy: Any, serve: Callab
     with forward_ad.dual_level():
         with pytest.raises(RemoteWeightError, match="tangents"):
             TANGENTS[way](split, x)
-        torch.testing.assert_close(split(x), model(x))
+        torch.testing.assert_close(split(x), model(x), rtol=1e-4, atol=1e-4)  # noise leaves some rounding
     with pytest.raises(RemoteWeightError, match="torch.func|tangents"):
         torch.autograd.functional.jacobian(split, x, strategy="forward-mode", vectorize=True)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from symbiosis.base import curve_keys
 from symbiosis.base.curve_keys import Tenants, generate, read_pair
 from symbiosis.base.ownership import why_replaceable
 from symbiosis.base.secret_files import create_secret, open_secret, read_secret, why_exposed
@@ -200,3 +201,24 @@ def others_take(folder: Path, how: str) -> None:
         folder.chmod(0o777)
     else:
         os.chown(folder, STRANGER, STRANGER)
+
+
+def test_a_key_in_a_folder_that_was_open_counts_again_once_that_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file itself has not changed, and was read just while others could write to its folder."""
+    monkeypatch.setattr(curve_keys, "SETTLED_S", -1.0)
+    (folder := tmp_path / "tenants").mkdir()
+    _, public = generate("alice", folder)
+    tenants = Tenants(folder)
+    doubts = tenants._doubts
+    tenants.look_at([public.name])
+    folder.chmod(0o707)
+    monkeypatch.setattr(tenants, "_doubts", list)  # it is opened after that was asked
+    tenants.look_at([public.name])
+    tenants.look()
+    assert not tenants.members
+    folder.chmod(0o700)
+    monkeypatch.setattr(tenants, "_doubts", doubts)
+    tenants.look()
+    assert tenants.members == {"alice"}
