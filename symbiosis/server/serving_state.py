@@ -27,8 +27,8 @@ from symbiosis.server.request_record import this_request
 from symbiosis.server.tracing import Tracing
 from symbiosis.serving.engine.detokenize import Stop, Text
 from symbiosis.serving.engine.engine_stats import EngineStats
-from symbiosis.serving.engine.limits import MANY, check_chosen
-from symbiosis.serving.request import Request, Sampling
+from symbiosis.serving.engine.limits import check_chosen
+from symbiosis.serving.request import MANY, Request, Sampling
 
 Made = TypeVar("Made")
 MOST_PROMPT_LOGPROBS = 1 << 22  # log probabilities of prompts that answers under way have: each takes 16 bytes here

@@ -276,3 +276,13 @@ def test_keys_share_no_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     for tenant in ("anna", "anna", "bob", ""):
         grammars.begin(schema, tenant=tenant)
     assert len(prepared) == 3
+
+
+def test_no_schema_is_prepared_for_a_request_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(grammar, "check_schema", prepared.append)
+    with engine() as one:
+        monkeypatch.setattr(one._loop, "_most", 0)
+        with pytest.raises(ConfigError, match="has 0 requests already"):
+            one.generate("x", schema='{"enum": ["a"]}')
+    assert not prepared

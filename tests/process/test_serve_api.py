@@ -21,8 +21,8 @@ from symbiosis.build import build
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
-from symbiosis.serving.engine.limits import LIMITS, MANY
-from symbiosis.serving.request import Request, Sampling
+from symbiosis.serving.engine.limits import LIMITS
+from symbiosis.serving.request import MANY, Request, Sampling
 from tests.processes import run
 from tests.serving_api import Api, eventually, http_process, web
 

@@ -68,14 +68,18 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
         self._thread.start()
 
+    def check(self, request: int) -> None:
+        """Raise `ConfigError` if there is no place for a further request, or if there is one of this number."""
+        if len(self._under_way) >= self._most:
+            raise ConfigError(f"the server has {self._most} requests already: try again later")
+        if request in self._under_way:
+            raise ConfigError(f"request {request} is under way already")
+
     def begin(self, job: RequestState) -> None:
-        """Begin a request. Raises `ConfigError` if there is no place for a further one, or if there is one of this number."""
+        """Begin a request, if it may be (`check`)."""
         id = job.request.id
         with self._awake:
-            if len(self._under_way) >= self._most:
-                raise ConfigError(f"the server has {self._most} requests already: try again later")
-            if id in self._under_way:
-                raise ConfigError(f"request {id} is under way already")
+            self.check(id)
             self.ask(lambda: self._begin(job))
             self._under_way.add(id)
             self._coming[id] = job.sequences[0].uncomputed

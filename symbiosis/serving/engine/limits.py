@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, get_type_hints
 import msgspec
 
 from symbiosis.errors import ConfigError
-from symbiosis.serving.request import MANY as MANY
 from symbiosis.serving.request import Count, Limit, Request, Sampling
 
 if TYPE_CHECKING:  # it imports torch, and the process that speaks HTTP does without

@@ -132,6 +132,7 @@ class Engine:
 
     def _begun(self, request: Request, schema: str) -> list[Grammar]:
         """Return the grammar of each completion, behind the tokens that were chosen already."""
+        self._loop.check(request.id)  # before what costs something; `begin` does so again
         grammars = self._grammars.begin(schema, request.completions, request.tenant)
         for number, grammar in enumerate(grammars):
             for token in request.chosen_of(number):
