@@ -279,3 +279,5 @@ def test_factoring_is_counted_in_all() -> None:
         for _ in range(2):
             with pytest.raises(AdapterError, match="save it as a LoRA"):
                 torch.inverse(square)
+    with peft_layers.FactoringLimit(10.0):  # matrices in a list
+        assert torch.linalg.multi_dot([torch.ones(1, 2), torch.ones(2, 2), torch.ones(2, 1)]).item() == 4

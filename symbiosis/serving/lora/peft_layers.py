@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.weights.remote_weight import RemoteWeight
@@ -296,7 +297,7 @@ class FactoringLimit(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in FACTORING or (name.startswith("linalg_") and not name.endswith("norm")):
-            matrix = next(each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor))
+            matrix = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))  # or of a list
             self._left -= matrix.numel() * min(matrix.shape[-2:], default=1)
             if self._left < 0:
                 raise AdapterError(
