@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -162,6 +162,22 @@ def knock(endpoint: str) -> zmq.Socket:
     return socket
 
 
+def one_after_another(begun: Callable[[], Any], end: float) -> int:
+    """Begin so many connections a second until then, each of which stays open for a second. Return how many."""
+    count, first, those_open = 0, time.monotonic(), deque[Any]()
+    while (now := time.monotonic()) < end:
+        if count > (now - first) * HANDSHAKES_PER_S:
+            time.sleep(1e-3)
+            continue
+        those_open.append(begun())
+        count += 1
+        if len(those_open) > HANDSHAKES_PER_S:
+            those_open.popleft().close()
+    for one in those_open:
+        one.close()
+    return count
+
+
 def give_way() -> None:
     """Give this process the lowest priority. Linux may divide the processors among sessions first (autogroups), and what `nice` says
     counts only within one: so it becomes a session of its own, of the lowest priority."""
@@ -250,19 +266,7 @@ class Nuisance:
     def strangers(self, start: float, seconds: float) -> int:
         """Handshakes by keys that nobody knows, each by a connection of its own that is closed a second later."""
         wait_for(start)
-        knocking: deque[zmq.Socket] = deque()
-        count, begun = 0, time.monotonic()
-        while (now := time.monotonic()) < begun + seconds:
-            if count > (now - begun) * HANDSHAKES_PER_S:
-                time.sleep(1e-3)
-                continue
-            knocking.append(knock(self._endpoint))
-            count += 1
-            if len(knocking) > HANDSHAKES_PER_S:
-                knocking.popleft().close()
-        for socket in knocking:
-            socket.close()
-        return count
+        return one_after_another(lambda: knock(self._endpoint), time.monotonic() + seconds)
 
     def rows(self, start: float, seconds: float) -> int:
         """Calls of many rows from several sessions."""

@@ -26,7 +26,6 @@ import struct
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -34,15 +33,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import zmq
 from _processes import executor, prepare, progress, save_llama, together, wait_for, workers
-from bench_isolation import HIDDEN, Decoder, give_way, knock
+from bench_isolation import HIDDEN, Decoder, give_way, knock, one_after_another
 
 from symbiosis.base.curve_keys import generate
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.protocol import Bye, Hello, encode_control
 
-CONNECTIONS, HANDSHAKES_PER_S, FRAMES = 2000, 200, 1_000_000
+CONNECTIONS, FRAMES = 2000, 1_000_000
 GREETING = {mechanism: b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32) for mechanism in (b"NULL", b"CURVE")}  # fmt: skip
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 OF_ALL = ("handshakes", "silent", "half", "garbage", "large", "churn")
@@ -87,18 +85,7 @@ class Stranger:
 
     def handshakes(self, kept: ExitStack, end: float) -> int:
         """Each connection stays open for a second."""
-        count, begun, those_open = 0, time.monotonic(), deque[socket.socket | zmq.Socket]()
-        while (now := time.monotonic()) < end:
-            if count > (now - begun) * HANDSHAKES_PER_S:
-                time.sleep(1e-3)
-                continue
-            those_open.append(knock(self._endpoint) if self._keys else self._joining())
-            count += 1
-            if len(those_open) > HANDSHAKES_PER_S:
-                those_open.popleft().close()
-        for one in those_open:
-            one.close()
-        return count
+        return one_after_another(lambda: knock(self._endpoint) if self._keys else self._joining(), end)
 
     def _joining(self) -> socket.socket:
         one = self._greeted()

@@ -284,9 +284,8 @@ class Tenants:
         except ConfigError as error:
             if _no_descriptor(error.__cause__) and before is not None and before.state == state:
                 return before
-            return _File(
-                state, False, problem=str(error)
-            )  # it may lie in the way to the file, whose state does not show it
+            # unsettled: what is wrong may lie in the way to the file, whose own state does not show it
+            return _File(state, False, problem=str(error))
 
     def _public_in(self, path: Path) -> PublicKey:
         if not NAME.fullmatch(path.stem):

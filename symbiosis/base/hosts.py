@@ -28,10 +28,7 @@ class Hosts:
 
     def __init__(self, bound: str, more: Iterable[str] = ()) -> None:
         own = socket.gethostname()
-        # as they are compared: in small letters, without brackets and without a dot at the end
-        names = [
-            name.strip("[]").rstrip(".").lower() for name in ("localhost", bound, own, own.partition(".")[0], *more)
-        ]
+        names = [_plain(name) for name in ("localhost", bound, own, own.partition(".")[0], *more)]
         self._is_open, self._names = "*" in names, {name for name in names if not name.startswith("*")}
         self._domains = tuple(name[1:] for name in names if name.startswith("*."))
         self._is_for_others = not _is_loopback(names[1])
@@ -42,10 +39,15 @@ class Hosts:
             return True
         if (found := HEADER.fullmatch(header.strip())) is None:
             return False
-        name = found[1].strip("[]").rstrip(".").lower()
+        name = _plain(found[1])
         if name in self._names or name.endswith(self._domains):
             return True
         return _is_loopback(name) or (self._is_for_others and _address(name) is not None)
+
+
+def _plain(name: str) -> str:
+    """Return a name as it is compared: in small letters, without brackets and without a dot at its end."""
+    return name.strip("[]").rstrip(".").lower()
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

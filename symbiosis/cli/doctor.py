@@ -81,7 +81,7 @@ def check_versions() -> Finding:
 
 
 def check_threads() -> Finding:
-    """Finding how many threads torch takes in each process: the executor and every client have such a pool."""
+    """Check how many threads torch takes in each process: the executor and every client have such a pool."""
     import torch
 
     cores, usable, threads = len(os.sched_getaffinity(0)), usable_cores(), torch.get_num_threads()
@@ -100,7 +100,7 @@ def check_threads() -> Finding:
 
 
 def check_memory() -> Finding:
-    """Finding that an executor has room here, whatever its model is, and say what a cgroup leaves of the machine's memory."""
+    """Check that an executor has room here, whatever its model is, and say what a cgroup leaves of the machine's memory."""
     free, whole, machine = free_memory(), whole_memory(), meminfo()["MemTotal"]
     text = f"{free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
     if whole < machine:
@@ -136,7 +136,7 @@ def check_gpus() -> Finding:
 
 
 def check_cpu_build() -> Finding:
-    """Finding, without a GPU, that torch has not brought gigabytes of CUDA packages along."""
+    """Check, without a GPU, that torch has not brought gigabytes of CUDA packages along."""
     import torch
 
     text = f"cpu ({platform.machine()}); no NVIDIA driver"
@@ -149,7 +149,7 @@ def check_cpu_build() -> Finding:
 
 
 def check_mps() -> Finding:
-    """Finding for CUDA MPS, which lets clients and executor share a GPU at the same time. Without it their kernels take turns."""
+    """Check for CUDA MPS, which lets clients and executor share a GPU at the same time. Without it their kernels take turns."""
     if shutil.which("nvidia-smi") is None:
         return Finding("ok", "CUDA MPS", "not needed without a GPU")
     first, *others = mps.places()
@@ -175,7 +175,7 @@ def check_mps() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """Finding shared memory: local:// passes sealed memory segments, and data loaders use /dev/shm."""
+    """Check shared memory: local:// passes sealed memory segments, and data loaders use /dev/shm."""
     try:
         fd = os.memfd_create("symbiosis-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -201,7 +201,7 @@ def check_shared_memory() -> Finding:
 
 
 def check_descriptors() -> Finding:
-    """Finding the limit of descriptors. An executor holds four for each client on its host, and some tens of its own."""
+    """Check the limit of descriptors. An executor holds four for each client on its host, and some tens of its own."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     clients = max(0, (soft - 64) // 4)
     text = f"{soft} (hard limit {hard}): enough for {clients} clients on this host"

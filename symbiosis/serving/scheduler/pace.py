@@ -9,9 +9,7 @@ import math
 from symbiosis.serving.scheduler.policy import Mean
 
 LEAST = 32  # rows of a piece: smaller steps take hardly less time
-BESIDE_S = (
-    0.1  # the longest that a piece may take of a step in which others get their next tokens, unless it has so few rows
-)
+BESIDE_S = 0.1  # the longest that a larger one may take of a step in which others get their next tokens
 
 
 class Pace:

@@ -248,7 +248,8 @@ class Scheduler:
             longer = [each for each in longer if each.tenant == sequence.tenant]
         if not self._has_room_without(longer, sequence):
             return
-        fewest = next(n for n in range(len(longer) + 1) if self._has_room_without(longer[:n], sequence))
+        counts = range(len(longer) + 1)
+        fewest = bisect_left(counts, True, key=lambda count: self._has_room_without(longer[:count], sequence))
         for each in longer[:fewest]:
             self._evict(each)
             each.overtaken += 1

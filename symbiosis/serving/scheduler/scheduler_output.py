@@ -42,9 +42,8 @@ class Sequence:
     owed: float = 0.0  # rows of its prompt, since shorter ones were computed before it
     tenant: str = field(init=False)
     version: int = 0  # of its adapter; 0 is the base
-    virtual: int = (
-        0  # tokens that the adapter puts in front of the prompt. What stands for them in `tokens` means nothing
-    )
+    # tokens that the adapter puts in front of the prompt; what stands for them in `tokens` means nothing
+    virtual: int = 0
     prompt_length: int = field(init=False)  # with those
     brought: int = field(init=False)  # tokens that it came with: also those that another server is said to have chosen
     is_first: bool = field(init=False)  # it computes its prompt for all completions of the request
