@@ -1,5 +1,5 @@
-"""The README as an index page shows it: its links into the repository lead nowhere there, so they become plain names. And the commit that
-a wheel or a source distribution is made of, by which builds can be told apart."""
+"""The README as an index page shows it: its links into the repository lead nowhere there, so they become plain names. The commit that
+a wheel or a source distribution is made of, by which builds can be told apart. And the line by which `SYMBIOSIS_RUN=1` reaches every program."""
 
 import importlib.util
 import re
@@ -11,6 +11,8 @@ from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+# A line that Python runs whenever it starts: where SYMBIOSIS_RUN is set, it has a program's models share (symbiosis/run/hook.py).
+PTH = "import os; os.environ.get('SYMBIOSIS_RUN', '') not in ('', '0') and __import__('symbiosis.run.hook').run.hook.install()\n"
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)]+)\)")
 
 
@@ -27,6 +29,8 @@ def stamp(package: Path) -> None:
 class BuildPy(build_py):
     def run(self) -> None:
         super().run()
+        packages = Path(self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib)
+        (packages / "symbiosis_run.pth").write_text(PTH)
         if not self.editable_mode:  # else it is the checkout itself
             stamp(Path(self.build_lib) / "symbiosis")
 

@@ -12,6 +12,7 @@ SymbiosisError
 ├── ConnectionLost              the connection broke; the session reconnects and resends by itself
 │   ├── HandshakeFailed         ... before it was there: the keys do not agree, or nobody let us in
 │   └── ExecutorUnavailable     ... and no executor answered within the patience
+├── NotShared                   a program's model would be a copy of its own, and `symbiosis run --require` forbids that
 ├── PadsUsedUp                  a file of pads has none left for a call
 ├── OutOfHostMemory             keys and values need more memory than the host has
 ├── CaptureError                something in a step cannot be part of a CUDA graph
@@ -81,6 +82,10 @@ class WrapError(SymbiosisError, ValueError):
 
 class RemoteWeightError(SymbiosisError, RuntimeError):
     """Client code touched a weight that lives in the executor."""
+
+
+class NotShared(SymbiosisError):
+    """A program under `symbiosis run --require` loads a model that no executor shares with it."""
 
 
 class PadsUsedUp(SymbiosisError):

@@ -17,6 +17,7 @@ from symbiosis.cli.commands import Given, InLines, takes
 from symbiosis.errors import ConfigError
 from symbiosis.executor.options import Options, load_as, load_options
 from symbiosis.protocol.endpoints import default_endpoints
+from symbiosis.run.hook import SWITCH
 from symbiosis.serving.serve_options import ServeOptions
 from symbiosis.text import shown
 
@@ -112,6 +113,19 @@ def top(
     from symbiosis.cli.top import run
 
     run(url or default_endpoints()[0], once, interval)
+
+
+@app.command(cls=InLines, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    command: Annotated[str, typer.Argument(metavar="COMMAND", help="A program, with its arguments: trl, accelerate launch, torchrun, python train.py, ...", show_default=False)],
+    endpoint: Annotated[str | None, typer.Option(help="The executor's endpoint. Default: $SYMBIOSIS_ENDPOINT, else this user's.")] = None,
+    require: Annotated[bool, typer.Option("--require", help="A model that does not share the executor's layers is an error.")] = False,
+) -> None:  # fmt: skip
+    """Run a program as it is: the models of transformers that it loads share the executor's layers. SYMBIOSIS_RUN=1 COMMAND is the same."""
+    from symbiosis.run.command import run as become
+
+    become([command, *context.args], endpoint, require)
 
 
 BENCHMARKS = {  # scripts/bench_*.py, with what they take on two cores; gpu: on one H200
@@ -228,10 +242,12 @@ def version() -> None:
 
 
 def main() -> None:
+    os.environ.pop(SWITCH, None)  # what our own processes load is what they serve
     app()
 
 
 def executor_main() -> None:
+    os.environ.pop(SWITCH, None)
     prepare_to_serve()
     executor_app()
 

@@ -68,6 +68,7 @@ ALLOWED = {
     "offload": {"base", "errors", "kernels", "offload"},
     "client": {*ROOT, "client", "kernels", "transport"},
     "executor": {*ROOT, "executor", "kernels", "transport"},
+    "run": {*ROOT, "client", "kernels", "run", "transport"},
     "serving": {*ROOT, "client", "kernels", "offload", "serving", "symbiosis", "transport"},
     "server": {*ROOT, "__version__", "executor", "server", "serving", "symbiosis"},
     "cluster": {*ROOT, "__version__", "cluster", "executor", "server", "serving"},
