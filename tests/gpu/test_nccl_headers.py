@@ -95,6 +95,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-client"))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda rows, stream: None)
     monkeypatch.setattr(Launcher, "_pool", GraphPool(), raising=False)
+    monkeypatch.setattr(GraphPool, "captured", lambda pool, run: None)  # a GPU would not know these streams
     monkeypatch.setattr(nccl, "new_stream", lambda device: Stream())
     monkeypatch.setattr(nccl, "_free_streams", [])
     monkeypatch.setattr(nccl, "Communicator", Queues)
