@@ -116,12 +116,7 @@ def held(one: Sequence) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (160, 10), (161, 11)])
 def test_a_block_takes_a_page_of_each_layer(tokens: int, blocks: int) -> None:
     manager = BlockManager(PagePool(99), 3)
-    assert (
-        manager.needed(tokens)
-        == manager.needed_at_once(tokens, None)
-        == manager.needed_at_once(tokens, 7)
-        == 3 * blocks
-    )
+    assert manager.needed(tokens) == manager.needed(tokens, 7) == 3 * blocks
     one = sequence([1] * tokens)
     assert (
         manager.grow(one, tokens)
@@ -151,7 +146,7 @@ def test_a_block_takes_a_page_of_each_layer(tokens: int, blocks: int) -> None:
 def test_behind_windows_less_is_needed_at_once(
     windows: tuple[int | None, ...], tokens: int, piece: int | None, pages: int
 ) -> None:
-    assert BlockManager(PagePool(1), len(windows), windows=windows).needed_at_once(tokens, piece) == pages
+    assert BlockManager(PagePool(1), len(windows), windows=windows).needed(tokens, piece) == pages
 
 
 def test_as_few_unused_blocks_are_dropped_as_can_be() -> None:

@@ -37,8 +37,9 @@ def waiting(server: Server) -> list[int]:
 
 
 def test_rules_that_nobody_has_changed() -> None:
-    assert StepRules() == StepRules(64, None, 512, False, "fcfs", 6.0, None) and StepRules().piece == 512
-    assert StepRules(whole_prompts=True).piece is None and StepRules(prefill_tokens=9).piece == 9
+    assert StepRules() == StepRules(64, None, 512, False, "fcfs", 6.0, None)
+    rules = (StepRules(whole_prompts=True), StepRules(prefill_tokens=9))
+    assert [Scheduler(BlockManager(PagePool(1), 1), rules=each).piece for each in rules] == [None, 9]
     assert (BLOCK, PREFETCHED, policy.LOOKAHEAD, policy.MOST_OVERTAKEN) == (16, 4, 64, 32)
     counts = Scheduler(BlockManager(PagePool(1), 1)).counts
     assert (counts.evictions, counts.asked, counts.found) == (0, 0, 0)
@@ -54,14 +55,14 @@ def test_what_a_step_holds() -> None:
     assert told(step) == [(0, 0, 1, 40, True), (2, 1, 5, 0, True), (1, 6, 6, 0, True)], (
         "by adapter; three tokens are virtual"
     )
-    assert step is not None and (step.rows, step.began, step.has_prompts) == (12, 3.0, True)
+    assert step is not None and (step.rows, step.began) == (12, 3.0)
     assert [len(each.tokens) for each in step.segments] == [1, 5, 6] and [each.end for each in step.segments] == [
         41,
         5,
         6,
     ]
     step = server.step()
-    assert told(step) == [(0, 0, 1, 41, True), (1, 1, 1, 6, True)] and step is not None and not step.has_prompts
+    assert told(step) == [(0, 0, 1, 41, True), (1, 1, 1, 6, True)]
     assert server.step() is None and server.ended == {(0, 0), (1, 0), (2, 0)}
 
 
@@ -162,7 +163,7 @@ def test_what_nobody_uses_makes_room() -> None:
 def test_a_text_longer_than_the_memory_needs_what_its_windows_show_at_once(pages: int, begins: bool) -> None:
     """Ten blocks of two layers, both of which see eight tokens; 32 are computed at a time."""
     server = Server(pages, StepRules(prefill_tokens=32), windows=(8, 8))
-    needed = server.blocks.needed_at_once(160, 32)
+    needed = server.blocks.needed(160, 32)
     assert needed == 2 * ((8 + 32) // BLOCK + 2) == 8
     server.scheduler.add(sequences(0, 160, most=1))
     server.step()
@@ -306,7 +307,7 @@ def test_what_comes_and_goes_is_noticed() -> None:
         sequences(0, 5, most=9), sequences(1, 5, most=9, completions=3), sequences(2, 5, most=9), max_batch=1
     )
     server.step()
-    assert server.scheduler._of_tenant == {"": 3} and len(server.scheduler._of_request) == 3
+    assert server.scheduler._of_tenant == {"": 5} and len(server.scheduler._of_request) == 3
     server.scheduler.drop(1)
     server.scheduler.drop(1)
     assert waiting(server) == [2] and server.scheduler._of_tenant == {"": 2} and not server.scheduler._followers
@@ -434,7 +435,6 @@ def test_the_pace_is_learned_from_steps_with_prompts() -> None:
         found = scheduler.next_step(begins)
         assert found is not None and found.rows == rows
         scheduler.launched(found)
-        one.tokens += [1] * (one.computed == len(one.tokens))
         scheduler.advance(found, ends)
         return scheduler._pace._rows_per_s.value
 

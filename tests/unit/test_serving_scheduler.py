@@ -15,7 +15,7 @@ from symbiosis.serving.kv_cache.page_pool import NoRoom, PagePool
 from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.request import Request, Sampling
 from symbiosis.serving.scheduler import policy as policies
-from symbiosis.serving.scheduler.scheduler import PREFETCHED, Scheduler, StepRules, Unsettled
+from symbiosis.serving.scheduler.scheduler import PREFETCHED, UNKNOWN, Scheduler, StepRules, Unsettled
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, SchedulerOutput, Sequence
 
 LAYERS = 2
@@ -82,14 +82,12 @@ def sequences(
     return [Sequence(request, number, [*virtual, *tokens], adapter, float(id)) for number in range(completions)]
 
 
-UNKNOWN = -1  # a token that is on its way
-
-
 class KnownBlocks(BlockManager):
     """Names blocks by tokens that are known."""
 
     def keep(self, sequence: Sequence) -> None:
-        assert UNKNOWN not in sequence.tokens[: sequence.computed // BLOCK * BLOCK]
+        chosen = sequence.tokens[sequence.brought : sequence.computed // BLOCK * BLOCK]
+        assert UNKNOWN not in chosen, "it is on its way"
         super().keep(sequence)
 
 
@@ -138,11 +136,7 @@ class Server:
 
     def launch(self, step: SchedulerOutput) -> list[tuple[Sequence, int]] | None:
         self.check(step)
-        self.scheduler.launched(step)
-        choosing = [segment.sequence for segment in step.segments if segment.chooses]
-        for sequence in choosing:
-            sequence.tokens.append(UNKNOWN)
-        return [(sequence, len(sequence.tokens) - 1) for sequence in choosing]
+        return list(self.scheduler.launched(step).items())
 
     def settle(self) -> None:
         flying, self.flying = self.flying, None
@@ -177,6 +171,7 @@ class Server:
 
     def check_counts(self) -> None:
         there = [*self.scheduler.waiting, *self.scheduler.running]
+        there += [each for followers in self.scheduler._followers.values() for each in followers]
         assert self.scheduler._of_tenant == dict(Counter(each.tenant for each in there))
         assert Counter(each for many in self.scheduler._of_request.values() for each in many) == Counter(there)
         for id, many in self.scheduler._of_request.items():
@@ -230,7 +225,10 @@ def test_texts_longer_than_the_memory_end_if_their_windows_fit(
     arrivals: list[Any], rules: StepRules, more: int, ahead: bool, windows: tuple[int | None, ...]
 ) -> None:
     least = (
-        BlockManager(PagePool(1), LAYERS, windows=windows).needed_at_once(3 + 60 + 40, rules.piece) + 4
+        BlockManager(PagePool(1), LAYERS, windows=windows).needed(
+            3 + 60 + 40, None if rules.whole_prompts else rules.prefill_tokens
+        )
+        + 4
     )  # of an adapter
     play(Server(least + more, rules, ahead, windows=windows), arrivals)
 

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -51,7 +51,7 @@ class Loop:
         served.gives_way = self._gives_way
         self._begun = 0  # completions
         self.jobs: dict[int, RequestState] = {}
-        self._versions = Counter[int]()  # of adapters: how many of the jobs have each
+        self.versions = Counter[int]()  # of adapters: how many of the jobs have each; only for the engine's thread
         self.figures, self.finished = EngineStats(), Counter[str]()
         # called between two steps, when what a step tells is all told by then
         self.on_pause: Callable[[], None] = lambda: None
@@ -110,10 +110,6 @@ class Loop:
             self._thread.join()
         self.following.close()
 
-    def uses(self, version: int) -> bool:
-        """Whether a request under way has this version of an adapter. Only for the engine's thread."""
-        return self._versions[version] > 0
-
     @property
     def in_flight(self) -> int:
         """How many completions have begun, and have not ended."""
@@ -166,7 +162,13 @@ class Loop:
         """Schedule, run, choose and tell. What runs `ahead` is told of while the next step runs."""
         for sequence in self._scheduler.late(now):
             self._end(sequence.request.id, Finish.ABORTED)
-        step = self._schedule(now)
+        try:
+            step = self._scheduler.next_step(now, is_ahead=self._launched is not None)
+        except Unsettled:
+            self._settle()
+            step = self._scheduler.next_step(now)
+        if step is not None and self._launched is not None:
+            step = self._launched.feed(step)
         launched = None if step is None else self._launch(step)
         if step is None and self._launched is None:
             time.sleep(IDLE_S)
@@ -175,31 +177,28 @@ class Loop:
         if launched is not None and not (self.ahead and launched.may_be_followed):
             self._settle()
 
-    def _schedule(self, now: float) -> SchedulerOutput | None:
-        before = self._launched
-        try:
-            step = self._scheduler.next_step(now, is_ahead=before is not None)
-        except Unsettled:
-            self._settle()
-            return self._scheduler.next_step(now)
-        return step if step is None or before is None else before.feed(step)
-
     def _settle(self) -> None:
         """Wait for the step that is under way, if there is one, and tell of it."""
-        launched, self._launched = self._launched, None
-        if launched is not None:
-            tokens = launched.tokens()
-            self._scheduler.advance(launched.step, time.monotonic())
-            self._tell(tokens)
-            self.figures.steps += 1
+        if self._launched is None:
+            return
+        (step, chosen, places), self._launched = self._launched, None
+        told = list(zip(places.items(), chosen.tokens(), strict=True))
+        for (sequence, place), token in told:
+            if token is not None:
+                sequence.tokens[place] = token.id
+        now = time.monotonic()
+        self._scheduler.advance(step, now)
+        for (sequence, place), token in told:
+            if not sequence.has_ended:
+                self._tell(sequence, token, place + 1 - sequence.prompt_length, now)
+        self.figures.steps += 1
 
     def _launch(self, step: SchedulerOutput) -> InflightStep | None:
         """Begin to compute a step. If it fails, its parts are computed by themselves, down to single segments, so that one request's error concerns no
         other."""
         try:
             chosen = self._choose(step)
-            self._scheduler.launched(step)
-            return InflightStep.of(step, chosen)
+            return InflightStep(step, chosen, self._scheduler.launched(step))
         except GaveWay:
             pass
         except ConnectionLost as error:
@@ -208,17 +207,17 @@ class Loop:
         except Exception as error:
             self._settle()
             if len(step.segments) > 1:
-                for part in self._suspects.parts(step, lambda sequence: self._job_of(sequence) is not None):
+                for part in self._suspects.parts(step):
                     self._launched = self._launch(part)
                     self._settle()
-            elif (job := self._job_of(step.segments[0].sequence)) is not None:
+            elif not (sequence := step.segments[0].sequence).has_ended:
                 told = f"{type(error).__name__}: {error}"
                 trace = None if isinstance(error, SymbiosisError) else self._tracebacks.of(error)
-                with about_request(job.request.external_id):
+                with about_request(sequence.request.external_id):
                     logger.warning("a request ends: %s", told, exc_info=trace)
                 self.is_starved = self.is_starved or not _has_memory(self._served.device)
-                self._suspects.add(step.segments[0].sequence.version)
-                self._end(job.request.id, Finish.ERROR, told)
+                self._suspects.add(sequence.version)
+                self._end(sequence.request.id, Finish.ERROR, told)
         return None
 
     def _gives_way(self, step: SchedulerOutput) -> bool:
@@ -229,52 +228,41 @@ class Loop:
             shortest = min(self._coming.values())
         return self._scheduler.gives_way(step, time.monotonic(), shortest)
 
-    def _job_of(self, sequence: Sequence) -> RequestState | None:
-        """The job of a sequence that has not ended."""
-        job = self.jobs.get(sequence.request.id)
-        is_over = job is None or sequence.completion in job.done or sequence not in job.sequences
-        return None if is_over else job
-
     def _choose(self, step: SchedulerOutput) -> Chosen:
         scores = any(segment.sequence.scores_prompt for segment in step.segments)
         logits = _scored(self._served, self.jobs, step) if scores else self._served.forward(step)
         sequences = [segment.sequence for segment in step.segments if segment.chooses]
         allowed = {}
         for row, sequence in enumerate(sequences):
-            if (job := self._job_of(sequence)) is not None and job.grammars:
+            if not sequence.has_ended and (job := self.jobs[sequence.request.id]).grammars:
                 found = self.following.attempt(job, job.grammars[sequence.completion].allowed)
                 allowed[row] = torch.zeros(self._served.vocabulary, dtype=torch.bool) if found is None else found
         return begin_choice(logits, sequences, self._served.ends, allowed)
 
-    def _tell(self, tokens: Iterable[tuple[Sequence, int, Token | None]]) -> None:
-        now = time.monotonic()
-        for sequence, place, token in tokens:
-            if (job := self._job_of(sequence)) is None:
-                continue
-            if token is None:
-                message = "the model's numbers are not finite, or nothing that the schema allows can come"
-                self._end(job.request.id, Finish.ERROR, job.failure or message)
-            elif not job.request.sampling.max_tokens:
-                self._count_prompt(job, sequence)
-                self._finish(job, sequence, (), Finish.LENGTH)
-            else:
-                self._add(job, sequence, token, place + 1 - sequence.prompt_length, now)
-
-    def _add(self, job: RequestState, sequence: Sequence, token: Token, produced: int, now: float) -> None:
-        figures, before, finish = self.figures, job.told_at.get(sequence.completion), None
+    def _tell(self, sequence: Sequence, token: Token | None, produced: int, now: float) -> None:
+        """Tell of a token that was chosen, the last of so many, and end what ends with it. None: there was none to choose."""
+        job, sampling, figures, finish = self.jobs[sequence.request.id], sequence.request.sampling, self.figures, None
+        if token is None:
+            message = "the model's numbers are not finite, or nothing that the schema allows can come"
+            self._end(job.request.id, Finish.ERROR, job.failure or message)
+            return
+        if not sequence.told_at and sequence.is_first:
+            figures.queue_s.observe(sequence.began - sequence.arrived)
+            figures.prompt_tokens += len(job.request.prompt)
+        if not sampling.max_tokens:
+            self._finish(job, sequence, (), Finish.LENGTH)
+            return
         figures.generated_tokens += 1
-        if before is not None:
-            figures.between_tokens_s.observe(now - before)
+        if sequence.told_at:
+            figures.between_tokens_s.observe(now - sequence.told_at)
         elif sequence.is_first:
             figures.first_token_s.observe(now - sequence.arrived)
-            self._count_prompt(job, sequence)
-        job.told_at[sequence.completion] = now
+        sequence.told_at = now
         if job.grammars and token.id not in self._served.ends:
             self.following.attempt(job, partial(job.grammars[sequence.completion].take, token.id))
             if job.failure:
                 self._end(job.request.id, Finish.ERROR, job.failure)
                 return
-        sampling = job.request.sampling
         is_last = token.id in sampling.stop_tokens or (token.id in self._served.ends and not sampling.ignore_eos)
         if is_last or (job.grammars and job.grammars[sequence.completion].has_ended):
             finish = Finish.STOP
@@ -286,50 +274,44 @@ class Loop:
             self._end(job.request.id, None)
 
     def _finish(self, job: RequestState, sequence: Sequence, tokens: tuple[Token, ...], finish: Finish) -> None:
+        """End one completion, whose text is whole."""
         self._scheduler.finish(sequence)
-        self._count_end(sequence, finish)
-        job.done.add(sequence.completion)
-        if len(job.done) == len(job.sequences):
-            self._forget(job.request.id)
+        self.finished[finish.value] += 1
+        self.figures.whole_s.observe(time.monotonic() - sequence.arrived)
+        if all(each.has_ended for each in job.sequences):
+            self._forget(job)
         if not job.tell(sequence.completion, tokens, finish):
             self._end(job.request.id, None)
 
     def _end(self, request: int, finish: Finish | None, error: str | None = None) -> None:
         """End all completions of a request that have not ended. Without `finish` it is not told."""
-        self._scheduler.drop(request)
-        if (job := self._forget(request)) is None:
+        if (job := self.jobs.get(request)) is None:
             return
-        for sequence in job.sequences:
-            if sequence.completion not in job.done:
-                self._count_end(sequence, finish or Finish.CANCELLED)
-                if finish is not None and not job.tell(sequence.completion, finish=finish, error=error):
-                    finish = None
+        left = [sequence for sequence in job.sequences if not sequence.has_ended]
+        self._scheduler.drop(request)
+        self._forget(job)
+        for sequence in left:
+            self.finished[(finish or Finish.CANCELLED).value] += 1
+            if finish is not None and not job.tell(sequence.completion, finish=finish, error=error):
+                finish = None
 
     def _stop(self, request: int, completion: int) -> None:
         """End one completion, if it has told a token and has not ended."""
         job = self.jobs.get(request)
-        if job is None or completion in job.done or completion not in job.told_at:
-            return
-        for sequence in job.sequences:
-            if sequence.completion == completion:
+        for sequence in job.sequences if job is not None else ():
+            if job is not None and sequence.completion == completion and sequence.told_at and not sequence.has_ended:
                 self._finish(job, sequence, (), Finish.STOP)
 
-    def _count_end(self, sequence: Sequence, finish: Finish) -> None:
-        self.finished[finish.value] += 1
-        if finish in (Finish.STOP, Finish.LENGTH):
-            self.figures.whole_s.observe(time.monotonic() - sequence.arrived)
-
-    def _forget(self, request: int) -> RequestState | None:
+    def _forget(self, job: RequestState) -> None:
         """Forget a request, all of whose sequences are gone."""
-        job = self.jobs.pop(request, None)
-        if job is not None:
-            self._under_way.discard(request)
-            self._versions[version := job.sequences[0].version] -= 1
-            if not self._versions[version]:
-                del self._versions[version]
-            if (adapter := job.sequences[0].adapter) is not None:
-                self._on_ended(adapter)
-        return job
+        del self.jobs[job.request.id]
+        self._under_way.discard(job.request.id)
+        first = job.sequences[0]
+        self.versions[first.version] -= 1
+        if not self.versions[first.version]:
+            del self.versions[first.version]
+        if first.adapter is not None:
+            self._on_ended(first.adapter)
 
     def _end_all(self, finish: Finish, error: str | None = None) -> None:
         for request in list(self.jobs):
@@ -344,7 +326,7 @@ class Loop:
         with self._awake:
             del self._coming[job.request.id]
         self.jobs[job.request.id] = job
-        self._versions[job.sequences[0].version] += 1
+        self.versions[job.sequences[0].version] += 1
         self._scheduler.add(job.sequences)
 
 

@@ -124,7 +124,7 @@ def most_tokens(served: "ModelRunner", piece: int | None, adapter_pages: int = 0
     """Return how many tokens a prompt and its answer may have together, beside an adapter of so many pages."""
     pages = served.arena.pool.total - adapter_pages
     counts = range(served.longest + 1)
-    return bisect_right(counts, pages, key=lambda count: served.blocks.needed_at_once(count, piece)) - 1
+    return bisect_right(counts, pages, key=lambda count: served.blocks.needed(count, piece)) - 1
 
 
 def fitted(request: Request, virtual: int, adapter_pages: int, served: "ModelRunner", piece: int | None) -> Request:
@@ -158,7 +158,7 @@ def check(request: Request, virtual: int, adapter_pages: int, served: "ModelRunn
             f"of {virtual + len(request.prompt)} tokens and max_tokens={sampling.max_tokens} are {whole} together, and the model "
             f"takes {served.longest}: shorten the prompt, or ask for fewer tokens",
         )
-    pages = served.blocks.needed_at_once(whole, piece) + adapter_pages
+    pages = served.blocks.needed(whole, piece) + adapter_pages
     if pages > served.arena.pool.total:
         raise Unfit(
             "prompt",

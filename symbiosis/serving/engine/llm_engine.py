@@ -114,7 +114,7 @@ class Engine:
         """
         adapter = None if request.adapter is None else self._library.get(request.adapter)
         pages = 0 if adapter is None else self._residency.pages_of(adapter)
-        needs = 0 if adapter is None else adapter.virtual, pages, self._served, self._scheduler.rules.piece
+        needs = 0 if adapter is None else adapter.virtual, pages, self._served, self._scheduler.piece
         if request.may_be_shorter:
             request = fitted(request, *needs)
         check(request, *needs)
@@ -168,7 +168,7 @@ class Engine:
     def _drop(self, old: Adapter) -> None:
         """Free what the memory holds of a version that no later request gets. Where requests under way have it, the last of them does so:
         those that wait bring it again."""
-        if not self._loop.uses(old.version):
+        if not self._loop.versions[old.version]:
             self._served.blocks.forget(old.version)
             self._residency.forget(old.version)
 
@@ -228,7 +228,7 @@ class Engine:
     @property
     def most_tokens(self) -> int:
         """How many tokens of a prompt and its answer together the model takes and the memory holds."""
-        return most_tokens(self._served, self._scheduler.rules.piece)
+        return most_tokens(self._served, self._scheduler.piece)
 
     def figures(self) -> EngineStats:
         """Return what is going on now, and what was counted so far."""

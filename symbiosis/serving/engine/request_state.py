@@ -24,9 +24,7 @@ class RequestState:
     sequences: list[Sequence]
     grammars: list[Grammar]  # of each completion, if its text has to follow one
     on_output: Callable[[Output], None]
-    told_at: dict[int, float] = field(default_factory=dict)  # by completion: when its last token was chosen
     prompt: dict[int, Token] = field(default_factory=dict)  # by position: log probabilities of the prompt's tokens
-    done: set[int] = field(default_factory=set)  # completions that have ended
     has_told: bool = False
     failure: str = ""  # why it cannot go on
 

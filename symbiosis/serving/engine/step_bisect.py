@@ -1,11 +1,11 @@
 """Versions of adapters whose rows have failed, and how a step that fails is divided."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 
-from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput, Sequence
+from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput
 
 MOST = 64  # versions
 
@@ -20,7 +20,7 @@ class StepBisect:
         if version not in self._versions:
             self._versions.append(version)
 
-    def parts(self, step: SchedulerOutput, is_under_way: Callable[[Sequence], bool]) -> Iterator[SchedulerOutput]:
+    def parts(self, step: SchedulerOutput) -> Iterator[SchedulerOutput]:
         """Divide a step that has failed: by the versions of adapters with which others have failed, else into halves. So what one request costs the
         others grows with the logarithm of their number. Those that have ended meanwhile are left out."""
         failed = [each for each in step.segments if each.sequence.version in self._versions]
@@ -29,7 +29,7 @@ class StepBisect:
             half = len(step.segments) // 2
             failed, others = list(step.segments[:half]), list(step.segments[half:])
         for part in (failed, others):
-            under_way = [each for each in part if is_under_way(each.sequence)]
+            under_way = [each for each in part if not each.sequence.has_ended]
             if under_way:
                 firsts = accumulate((each.rows for each in under_way), initial=0)
                 yield SchedulerOutput(

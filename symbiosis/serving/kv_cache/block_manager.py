@@ -35,15 +35,11 @@ class BlockManager:
         # named, and of no sequence; the one unused for longest is first
         self._unused: OrderedDict[bytes, Block] = OrderedDict()
 
-    def needed(self, tokens: int) -> int:
-        """Return how many pages so many tokens need."""
-        return -(-tokens // BLOCK) * self.layers
-
-    def needed_at_once(self, tokens: int, piece: int | None) -> int:
-        """Return how many pages a sequence needs at most while so many tokens are computed, when what lies behind windows is given back.
+    def needed(self, tokens: int, piece: int | None = None) -> int:
+        """Return how many pages so many tokens need.
 
         Args:
-            piece: So many tokens of a prompt are computed at a time. None: all of it.
+            piece: So many tokens are computed at a time, and what lies behind windows is given back. None: all are.
         """
         count = -(-tokens // BLOCK)
         if piece is None:
@@ -80,7 +76,8 @@ class BlockManager:
     def grow(self, sequence: Sequence, upto: int) -> bool:
         """Make room for a sequence's first `upto` tokens. If there are not enough pages, nothing changes."""
         count = max(0, -(-upto // BLOCK) - len(sequence.blocks))
-        if not self.make_room(count * self.layers):
+        pages = count * self.layers
+        if pages > self.pool.free and not self.make_room(pages):
             return False
         sequence.blocks.extend(Block(tuple(self.pool.take(self.layers))) for _ in range(count))
         return True
@@ -91,6 +88,8 @@ class BlockManager:
         first = len(full)
         while first and not full[first - 1].key:
             first -= 1
+        if first == len(full):
+            return
         name = full[first - 1].key if first else _start(sequence)
         for number, block in enumerate(full[first:], first):
             block.key = name = _name(name, sequence.tokens[number * BLOCK : (number + 1) * BLOCK])

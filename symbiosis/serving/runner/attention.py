@@ -23,33 +23,34 @@ NAME = "symbiosis_paged"
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, How], Tensor]
 
 
-class _Now(threading.local):
-    """How the forward pass of this thread attends, and the windows for which it asked for masks."""
+class ThisPass(threading.local):
+    """How the forward pass of this thread attends, for which windows it asked for masks, and what says whether it is given up."""
 
     attend: Attend | None = None
     windows: frozenset[int] = frozenset()
+    gives_way: Callable[[], bool] | None = None
 
 
-_now = _Now()
+this_pass = ThisPass()
 
 
 @contextmanager
-def attending_by(attend: Attend) -> Iterator[None]:
-    """In the block, models of this thread attend by `attend(module, q, k, v, how)`. Each of q, k and v is [1, heads, rows, size]; the
-    result is [1, rows, heads, size]."""
-    _now.attend, _now.windows = attend, frozenset()
+def forward_pass(attend: Attend | None = None, gives_way: Callable[[], bool] | None = None) -> Iterator[None]:
+    """In the block, models of this thread attend by `attend(module, q, k, v, how)`, and modules that have `ask` as a hook ask whether the pass
+    is given up. Each of q, k and v is [1, heads, rows, size]; the result is [1, rows, heads, size]."""
+    this_pass.attend, this_pass.windows, this_pass.gives_way = attend, frozenset(), gives_way
     try:
         yield
     finally:
-        _now.attend = None
+        this_pass.attend = this_pass.gives_way = None
 
 
 def masked_windows() -> frozenset[int]:
     """Return beyond how many tokens this thread's last pass meant to mask."""
-    return _now.windows
+    return this_pass.windows
 
 
-def _attention(
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -61,35 +62,23 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    words = scaling, sliding_window, softcap, s_aux
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch.compiler.is_compiling():  # which is to look no further: `symbiosis/serving/runner/compiled_layers.py`
+        words = scaling, sliding_window, softcap, s_aux
         return torch.ops.symbiosis.paged_attention(query, key, value, module.symbiosis_layer, *words), None
-    return attend_now(module, query, key, value, *words), None
-
-
-def attend_now(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    if _now.attend is None:
+    if this_pass.attend is None:
         raise RuntimeError("this model is served by symbiosis.serving, and is called through it only")
-    return _now.attend(module, query, key, value, How.told(query, scaling, window, softcap, sinks))
+    return this_pass.attend(module, query, key, value, How(scaling, sliding_window, softcap, s_aux)), None
 
 
 def _no_mask(*_: object, local_size: int | None = None, **__: object) -> None:
     """Make no mask: the step, and the windows of the layers, say which rows look at which."""
     if local_size is not None:
-        _now.windows |= {local_size}
+        this_pass.windows |= {local_size}
 
 
 def register() -> None:
-    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
@@ -104,10 +93,9 @@ class Tables:
         blocks, pages = self._known.get(sequence, ([], None))
         if pages is not None and blocks == sequence.blocks:
             return pages
-        if pages is None or blocks != sequence.blocks[: len(blocks)]:
-            pages = _pages(sequence.blocks)
-        else:
-            pages = torch.cat([pages, _pages(sequence.blocks[len(blocks) :])], dim=1)
+        same = len(blocks) if blocks == sequence.blocks[: len(blocks)] else 0
+        new = torch.tensor([block.pages for block in sequence.blocks[same:]], dtype=torch.int32).T
+        pages = torch.cat([pages, new], dim=1) if pages is not None and same else new
         self._known[sequence] = list(sequence.blocks), pages
         return pages
 
@@ -119,10 +107,6 @@ class Tables:
         for number, pages in enumerate(each):
             joint[:, number, : pages.shape[1]] = pages
         return joint
-
-
-def _pages(blocks: list[Block]) -> Tensor:
-    return torch.tensor([block.pages for block in blocks], dtype=torch.int32).T
 
 
 class Together:
@@ -213,7 +197,15 @@ class Lookup:
         assert isinstance(layer, int)
         if self._remember is not None:
             self._remember(layer, key, value)
-        self._write(layer, key[0], value[0])
+        kernel = compiled(key.dtype) if key.device.type == "cpu" else None
+        for memory, new, where in (
+            (self._arena.keys[layer], key[0], self._written_keys[layer]),
+            (self._arena.values[layer], value[0], self._written_values[layer]),
+        ):
+            if kernel is None:
+                memory.index_copy_(0, where, new.transpose(0, 1).flatten(1))
+            else:
+                kernel.store(new, where, memory)
         result = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
         if self._single is not None:
             self._single.look(layer, query[0], how, result[0])
@@ -225,18 +217,6 @@ class Lookup:
                 y = attend_within(query[:, :, rows], key[:, :, rows], value[:, :, rows], how)
                 result[:, rows] = y.transpose(1, 2)
         return result
-
-    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write rows, [heads, rows, size], where the step's tokens have their places."""
-        kernel = compiled(key.dtype) if key.device.type == "cpu" else None
-        for memory, rows, where in (
-            (self._arena.keys[layer], key, self._written_keys[layer]),
-            (self._arena.values[layer], value, self._written_values[layer]),
-        ):
-            if kernel is None:
-                memory.index_copy_(0, where, rows.transpose(0, 1).flatten(1))
-            else:
-                kernel.store(rows, where, memory)
 
 
 register()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.base.folders import check_caches
-from symbiosis.serving.runner.attention import attend_now
+from symbiosis.serving.runner.attention import attention
 
 
 class SharedInput:
@@ -58,7 +58,7 @@ def _paged_attention(
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     module: Any = SimpleNamespace(layer_idx=int(layer))
-    return attend_now(module, query, key, value, scaling, window, softcap, sinks)
+    return attention(module, query, key, value, None, scaling, window, softcap, sinks)[0]
 
 
 @_paged_attention.register_fake

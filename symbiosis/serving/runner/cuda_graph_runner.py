@@ -20,7 +20,7 @@ from symbiosis.serving.kv_cache.paged_memory import PagedMemory
 from symbiosis.serving.lora.adapter_kinds import LoadedAdapter
 from symbiosis.serving.lora.gpu_lora import GpuLora, Run
 from symbiosis.serving.lora.gpu_staging import Fetcher
-from symbiosis.serving.runner.attention import attending_by
+from symbiosis.serving.runner.attention import forward_pass
 from symbiosis.serving.runner.compiled_layers import compile_layers
 from symbiosis.serving.runner.gpu_attention import Extent, TableAttention
 from symbiosis.serving.runner.shared_inputs import find_groups
@@ -162,7 +162,7 @@ class CudaGraphRunner:
         if self.adapting is not None:
             self.adapting.begin_pass()
         attention = TableAttention(self._arena, self._slots, self._rows, shape, self.remember)
-        with attending_by(attention.attend):
+        with forward_pass(attention.attend):
             logits: Tensor = self._model(**inputs, use_cache=False).logits[0]
         return (logits if kept is None or self._keeps_rows else logits[kept]).float()
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.offload.logit_check import agree, logits_alone, place_of, probe_tokens, text_config
 from symbiosis.serving.kv_cache.paged_memory import KvShape
-from symbiosis.serving.runner.model_runner import ModelRunner, ask, asking
+from symbiosis.serving.runner.attention import forward_pass
+from symbiosis.serving.runner.model_runner import ModelRunner, ask
 from symbiosis.serving.runner.paged_runner import CannotBatch, PagedRunner
 from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
 
@@ -45,7 +46,7 @@ class DenseRunner(ModelRunner):
     def logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:
         """Compute the segments. Only a prompt alone is given up: the caches of what decodes would be a token longer."""
         is_prompt = len(step.segments) == 1 and not step.segments[0].position
-        with asking(partial(self.gives_way, step) if is_prompt else None):
+        with forward_pass(gives_way=partial(self.gives_way, step) if is_prompt else None):
             return self._logits(step, rows)
 
     def _logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:

@@ -1,9 +1,7 @@
 """A causal language model made ready to be served, whatever model it is. It runs the steps."""
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from symbiosis.base.memory import free_memory, whole_memory
 from symbiosis.offload.logit_check import place_of, text_config
 from symbiosis.serving.kv_cache.block_manager import BlockManager
 from symbiosis.serving.kv_cache.paged_memory import KvShape, PagedMemory
+from symbiosis.serving.runner.attention import this_pass
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, SchedulerOutput, Sequence
 from symbiosis.serving.serve_options import SHARE
 
@@ -21,28 +20,9 @@ class GaveWay(Exception):
     """A step was not computed to its end, because something else comes first. Its rows can be computed again."""
 
 
-class _Asked(threading.local):
-    """Says whether what this thread computes is given up; None: it is not."""
-
-    gives_way: Callable[[], bool] | None = None
-
-
-_asked = _Asked()
-
-
-@contextmanager
-def asking(gives_way: Callable[[], bool] | None) -> Iterator[None]:
-    """In the block, modules that have `ask` as a hook ask this, and raise `GaveWay`."""
-    _asked.gives_way = gives_way
-    try:
-        yield
-    finally:
-        _asked.gives_way = None
-
-
 def ask(*_: object) -> None:
     """Raise `GaveWay`, if so. It is a hook, and a plain function, so that copies of a model copy nothing of the server."""
-    if _asked.gives_way is not None and _asked.gives_way():
+    if this_pass.gives_way is not None and this_pass.gives_way():
         raise GaveWay
 
 

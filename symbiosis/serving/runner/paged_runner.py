@@ -18,9 +18,9 @@ from symbiosis.kernels.paged_attention import How
 from symbiosis.offload.logit_check import PROBE, agree, logits_alone, probe_tokens, text_config
 from symbiosis.serving.kv_cache.paged_memory import KvShape
 from symbiosis.serving.request import Request
-from symbiosis.serving.runner.attention import NAME, Lookup, Tables, attending_by, masked_windows
+from symbiosis.serving.runner.attention import NAME, Lookup, Tables, forward_pass, masked_windows
 from symbiosis.serving.runner.cuda_graph_runner import CudaGraphRunner, is_for
-from symbiosis.serving.runner.model_runner import ModelRunner, ask, asking
+from symbiosis.serving.runner.model_runner import ModelRunner, ask
 from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
 from symbiosis.transport.base import Tokens
 from symbiosis.transport.cuda.driver import HIGHEST
@@ -83,7 +83,7 @@ class PagedRunner(ModelRunner):
         if self.keeps_rows:
             words["logits_to_keep"] = rows
         lookup = Lookup(self.arena, step, self._tables, self.remember)
-        with attending_by(lookup.attend), asking(partial(self.gives_way, step)):
+        with forward_pass(lookup.attend, partial(self.gives_way, step)):
             logits: Tensor = self.model(**words, use_cache=False).logits[0]
         return (logits if self.keeps_rows else logits[rows]).float()
 
@@ -147,7 +147,7 @@ def _layers(model: nn.Module) -> tuple[KvShape, ...]:
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    with attending_by(look):
+    with forward_pass(look):
         logits_alone(model, probe_tokens(model)[0])
     count = text_config(model).num_hidden_layers
     if sorted(seen) != list(range(count)):

@@ -68,7 +68,7 @@ def begin_choice(
     """
     scores = _shaped(logits, sequences, ends, allowed or {})
     best, ids = scores.max(dim=-1)
-    drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
+    drawn = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature]
     if drawn:
         which = _there(drawn, scores.device)
         ids = ids.index_copy(0, which, _draw(scores[which], [sequences[row] for row in drawn]))

@@ -8,7 +8,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -62,36 +62,27 @@ R = TypeVar("R", bound=Runs)
 P = TypeVar("P", bound=Prompt)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepBatch:
     """What runs, and how much more may run."""
 
     sequences: int
     most_sequences: int
-    versions: frozenset[int] = frozenset()  # of adapters; the base is none
+    versions: set[int] = field(default_factory=set)  # of adapters; the base is none
     most_versions: int | None = None
-    tenants: Mapping[str, int] | None = None  # how many sequences of each run
+    tenants: Counter[str] = field(default_factory=Counter)  # how many sequences of each run
     most_of_tenant: int | None = None
 
-    @property
-    def is_full(self) -> bool:
-        return self.sequences >= self.most_sequences
-
     def may_take(self, version: int, tenant: str) -> bool:
-        """Whether the limits, memory aside, allow one more sequence."""
-        if self.most_of_tenant is not None and (self.tenants or {}).get(tenant, 0) >= self.most_of_tenant:
+        """Whether the limits, memory and the number of sequences aside, allow one more."""
+        if self.most_of_tenant is not None and self.tenants[tenant] >= self.most_of_tenant:
             return False
         is_new = version != 0 and version not in self.versions
         return not (is_new and self.most_versions is not None and len(self.versions) >= self.most_versions)
 
-    def having(self, version: int, tenant: str) -> "StepBatch":
-        tenants = {**(self.tenants or {}), tenant: (self.tenants or {}).get(tenant, 0) + 1}
-        versions = self.versions | {version} if version else self.versions
-        return replace(self, sequences=self.sequences + 1, versions=versions, tenants=tenants)
-
 
 def admit(order: Iterable[W], batch: StepBatch, start: Callable[[W], bool]) -> list[W]:
-    """Return the sequences that join the batch. `start(sequence)` begins one if there is memory for it.
+    """Return the sequences that join the batch, which counts them. `start(sequence)` begins one if there is memory for it.
 
     If there is no room for a sequence, at most `MOST_OVERTAKEN` others pass it by. Then the batch drains until it fits. A sequence that its
     own tenant's limit holds back holds back no other.
@@ -99,10 +90,16 @@ def admit(order: Iterable[W], batch: StepBatch, start: Callable[[W], bool]) -> l
     joined: list[W] = []
     passed: list[W] = []
     for sequence in order:
-        if batch.is_full or len(passed) > LOOKAHEAD or any(each.overtaken >= MOST_OVERTAKEN for each in passed):
+        if (
+            batch.sequences >= batch.most_sequences
+            or len(passed) > LOOKAHEAD
+            or any(each.overtaken >= MOST_OVERTAKEN for each in passed)
+        ):
             break
         if batch.may_take(sequence.version, sequence.tenant) and start(sequence):
-            batch = batch.having(sequence.version, sequence.tenant)
+            batch.sequences += 1
+            batch.versions |= {sequence.version} - {0}
+            batch.tenants[sequence.tenant] += 1
             joined.append(sequence)
             for other in passed:
                 other.overtaken += 1
@@ -212,6 +209,8 @@ def prompt_rows(
         whose: Who shares rows alike with others, but for the first of their prompts that are not worth cutting.
         whole: Each prompt is computed in one piece, and saves up for it.
     """
+    if sum(each.uncomputed for each in prompts) <= min(piece, most):
+        return {each: each.uncomputed for each in prompts}
     wanted = Counter[str]()
     for each in prompts:
         wanted[whose(each)] += each.uncomputed

@@ -13,17 +13,22 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from heapq import nsmallest
 from itertools import islice
+from operator import attrgetter
 from typing import Any, Protocol
 
 from symbiosis.serving.kv_cache.block_manager import BlockManager
+from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.scheduler import policy
 from symbiosis.serving.scheduler.pace import Pace
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, ScheduledRequest, SchedulerOutput, Sequence
 from symbiosis.serving.serve_options import Policy
 
 PREFETCHED = 4  # adapters of the queue that are brought before their turn
+UNKNOWN = 0  # stands for a token that is on its way
+ORDER = attrgetter("order")
 
 
 class ResidentAdapters(Protocol):
@@ -49,11 +54,6 @@ class StepRules:
     policy: Policy = "fcfs"
     first_token_s: float = 6.0  # the deadline of `abort`
     of_tenant: int | None = None  # sequences of one tenant that run together while others wait
-
-    @property
-    def piece(self) -> int | None:
-        """How many tokens of a prompt are computed at a time at most; None if all are."""
-        return None if self.whole_prompts else self.prefill_tokens
 
 
 @dataclass(slots=True)
@@ -84,6 +84,8 @@ class Scheduler:
         release: Callable[[Sequence], None] | None = None,
     ) -> None:
         self.rules, self.counts = rules or StepRules(), Counts()
+        # how many tokens of a prompt are computed at a time at most; None if all are
+        self.piece = None if self.rules.whole_prompts else self.rules.prefill_tokens
         self._pace, self._advanced = Pace(self.rules.prefill_tokens), 0.0
         self.waiting: list[Sequence] = []  # both in the order of their coming
         self.running: list[Sequence] = []
@@ -108,7 +110,9 @@ class Scheduler:
             self._arrivals = self._arrivals.after(first.arrived)
         if self.waiting or any(each.uncomputed > 1 for each in self.running):
             self._pace.disturbed(first.arrived)
-        self._come(first)
+        self._of_request[first.request.id] = list(sequences)
+        self._of_tenant[first.tenant] += len(sequences)
+        self._wait(first)
         if others:
             self._followers[first] = others
 
@@ -122,6 +126,7 @@ class Scheduler:
         mine, tenant = self._of_request.get(sequence.request.id, []), sequence.tenant
         if sequence not in mine:
             return
+        sequence.has_ended = True
         mine.remove(sequence)
         if not mine:
             del self._of_request[sequence.request.id]
@@ -130,11 +135,13 @@ class Scheduler:
             del self._of_tenant[tenant]
         self._followers.pop(sequence, None)
         self._untried.discard(sequence)
+        self._something_changed = True
         if sequence in self.running:
             self._leave(sequence)
         else:
-            del self.waiting[bisect_left(self.waiting, _coming(sequence), key=_coming)]
-            self._something_changed = True
+            at = bisect_left(self.waiting, sequence.order, key=ORDER)
+            if self.waiting[at : at + 1] == [sequence]:  # else it waits for the prompt that it shares
+                del self.waiting[at]
 
     def late(self, now: float) -> list[Sequence]:
         """Return the waiting sequences that can no longer have their first token in time, if the policy gives those up.
@@ -173,15 +180,20 @@ class Scheduler:
             return False
         return self._pace.gives_way(step.rows, step.began, now, coming)
 
-    def launched(self, step: SchedulerOutput) -> None:
+    def launched(self, step: SchedulerOutput) -> dict[Sequence, int]:
         """Note that the keys and values of a step are about to be computed, before those of any later step. Each sequence that chooses is
-        then longer by a token, whatever it will be."""
+        then longer by a token, whatever it will be: return where in its tokens that comes."""
+        places = {}
         for segment in step.segments:
             segment.sequence.computed = segment.end
+            if segment.chooses:
+                places[segment.sequence] = len(segment.sequence.tokens)
+                segment.sequence.tokens.append(UNKNOWN)
+        return places
 
     def advance(self, step: SchedulerOutput, now: float) -> None:
         """Note that a step was computed. All its tokens are known now."""
-        if step.has_prompts:
+        if len(step.segments) < step.rows:  # there are prompts in it
             self._pace.computed(step.rows, now - max(step.began, self._advanced))
         self._advanced = now
         running = set(self.running)
@@ -196,15 +208,10 @@ class Scheduler:
                     self._takes = self._takes.after(now - sequence.began)
             if segment.end >= sequence.prompt_length:
                 for follower in self._followers.pop(sequence, ()):
-                    self._come(follower)
-
-    def _come(self, sequence: Sequence) -> None:
-        self._of_request.setdefault(sequence.request.id, []).append(sequence)
-        self._of_tenant[sequence.tenant] += 1
-        self._wait(sequence)
+                    self._wait(follower)
 
     def _wait(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=_coming)
+        insort(self.waiting, sequence, key=ORDER)
         self._untried.add(sequence)
         self._something_changed = True
 
@@ -226,22 +233,20 @@ class Scheduler:
 
     def _join(self, now: float) -> None:
         batch = self._batch(self.running, several={each.tenant for each in self.waiting})
-        joined = set(policy.admit(self._order(now), batch, self._start))
+        joined = set(policy.admit(self._order(now), batch, partial(self._start, now=now)))
         self.waiting = [each for each in self.waiting if each not in joined]
         self._untried.clear()
-        for sequence in joined:
-            self._begin(sequence, now)
 
     def _batch(self, running: Collection[Sequence], several: Collection[str]) -> policy.StepBatch:
         """Return the batch of these, in which a tenant has a limit if there are several."""
         rules, of_tenant = self.rules, self.rules.of_tenant if len(several) > 1 else None
-        versions = frozenset(each.version for each in running) - {0}
+        versions = {each.version for each in running} - {0}
         tenants = Counter(each.tenant for each in running)
         return policy.StepBatch(len(running), rules.max_batch, versions, rules.adapters_in_batch, tenants, of_tenant)
 
     def _overtake(self, longer: list[Sequence], sequence: Sequence, now: float) -> None:
         """Let a waiting sequence run in the place of as few of these as can be."""
-        passed = self.waiting[: bisect_left(self.waiting, _coming(sequence), key=_coming)]
+        passed = self.waiting[: bisect_left(self.waiting, sequence.order, key=ORDER)]
         if any(each.overtaken >= policy.MOST_OVERTAKEN for each in passed):
             return
         if not self._batch(self.running, self._of_tenant).may_take(0, sequence.tenant):
@@ -253,9 +258,8 @@ class Scheduler:
         for each in longer[:fewest]:
             self._evict(each)
             each.overtaken += 1
-        if self._start(sequence):
+        if self._start(sequence, now):
             self.waiting.remove(sequence)
-            self._begin(sequence, now)
             for each in passed:
                 each.overtaken += 1
 
@@ -263,9 +267,9 @@ class Scheduler:
         """Whether a sequence has a place and pages when these do not run."""
         batch = self._batch([each for each in self.running if each not in others], self._of_tenant)
         pages = self._blocks.needed(len(sequence.tokens)) + batch.sequences * self._blocks.layers
-        if self._residency is not None and sequence.adapter is not None and not self._is_here(sequence):
+        if self._residency is not None and sequence.adapter is not None and not self._is_here(sequence.adapter):
             pages += self._residency.pages_of(sequence.adapter)
-        has_place = not batch.is_full and batch.may_take(sequence.version, sequence.tenant)
+        has_place = batch.sequences < batch.most_sequences and batch.may_take(sequence.version, sequence.tenant)
         return has_place and pages <= self._blocks.spare() + self._blocks.held_by(others)
 
     def _prefetch(self, now: float) -> None:
@@ -284,7 +288,31 @@ class Scheduler:
             return [*given_way, *policy.by_deadline(new, self._arrivals.at(now), self._begun.at(now))]
         return waiting
 
-    def _begin(self, sequence: Sequence, now: float) -> None:
+    def _start(self, sequence: Sequence, now: float) -> bool:
+        """Let a sequence run if there is room for its adapter, for all its tokens, and for one more block for each sequence that runs
+        already. Its adapter is brought only if there is room for the tokens, too. A text that is longer than the memory needs room for what
+        its windows show at once."""
+        adapter, pages, to_fetch = sequence.adapter, 0, False
+        if adapter is not None and self._residency is not None:
+            pages, to_fetch = self._residency.pages_of(adapter), not self._is_here(adapter)
+            if not to_fetch:
+                self._residency.pin(adapter)
+        if not sequence.scores_prompt:  # nobody has kept the logits of what would be found
+            self._blocks.find(sequence)
+        upto, held = len(sequence.tokens), len(sequence.blocks) * self._blocks.layers
+        wanted = self._blocks.needed(upto)
+        if wanted + pages > self._blocks.pool.total and self.piece is not None:
+            wanted = max(held, self._blocks.needed(upto, self.piece))
+            upto = min(upto, sequence.computed + self.piece)
+        wanted += len(self.running) * self._blocks.layers - held + (pages if to_fetch else 0)
+        has_room = wanted <= self._blocks.spare() or self._find_room(wanted)
+        if not has_room or (to_fetch and not self._fetch(sequence)):
+            self._leave(sequence, is_pinned=not to_fetch)
+            return False
+        if not self._blocks.grow(sequence, upto):
+            self._leave(sequence)
+            return False
+        insort(self.running, sequence, key=ORDER)
         if not sequence.began:
             if self.rules.policy == "abort" and not sequence.has_begun:
                 self._begun = self._begun.after(now)
@@ -294,30 +322,6 @@ class Scheduler:
             sequence.began, sequence.cached = now, sequence.computed
             self.counts.asked += sequence.prompt_length
             self.counts.found += sequence.computed
-
-    def _start(self, sequence: Sequence) -> bool:
-        """Let a sequence run if there is room for its adapter, for all its tokens, and for one more block for each sequence that runs
-        already. Its adapter is brought only if there is room for the tokens, too. A text that is longer than the memory needs room for what
-        its windows show at once."""
-        to_fetch = not self._is_here(sequence)
-        if not to_fetch and self._residency is not None and sequence.adapter is not None:
-            self._residency.pin(sequence.adapter)
-        if not sequence.scores_prompt:  # nobody has kept the logits of what would be found
-            self._blocks.find(sequence)
-        upto, held = len(sequence.tokens), len(sequence.blocks) * self._blocks.layers
-        pages = 0 if self._residency is None or sequence.adapter is None else self._residency.pages_of(sequence.adapter)
-        wanted = self._blocks.needed(upto) - held
-        if self._blocks.needed(upto) + pages > self._blocks.pool.total and self.rules.piece is not None:
-            wanted = max(0, self._blocks.needed_at_once(upto, self.rules.piece) - held)
-            upto = min(upto, sequence.computed + self.rules.piece)
-        wanted += len(self.running) * self._blocks.layers + (pages if to_fetch else 0)
-        if not self._find_room(wanted) or (to_fetch and not self._fetch(sequence)):
-            self._give_up(sequence, is_pinned=not to_fetch)
-            return False
-        if not self._blocks.grow(sequence, upto):
-            self._give_up(sequence)
-            return False
-        insort(self.running, sequence, key=_coming)
         return True
 
     def _fetch(self, sequence: Sequence) -> bool:
@@ -329,14 +333,20 @@ class Scheduler:
     def _compose(self, now: float) -> SchedulerOutput | None:
         """Compose a step: one row of each sequence that decodes, and of prompts what the policy says. The oldest sequence gets room first, and
         the newest loses it first."""
-        here = [each for each in self.running if not each.is_full and self._is_here(each)]
+        here = [
+            each
+            for each in self.running
+            if each.produced < max(1, each.request.sampling.max_tokens)  # else its last token is chosen already
+            and (each.adapter is None or self._is_here(each.adapter))
+        ]
         prompts = [each for each in here if each.uncomputed > 1]
         rows, piece = self.rules.prefill_tokens, self._pace.piece(now, beside=len(prompts) < len(here))
         wanted = policy.prompt_rows(prompts, rows, piece, self._sharer, self.rules.whole_prompts)
         parts: list[tuple[Sequence, int]] = []
         for sequence in here:
             count = wanted.get(sequence, 0) if sequence.uncomputed > 1 else 1
-            if count and self._has_room(sequence, sequence.computed + count):
+            upto = sequence.computed + count
+            if count and (upto <= len(sequence.blocks) * BLOCK or self._has_room(sequence, upto)):
                 parts.append((sequence, count))
         segments: list[ScheduledRequest] = []
         first = 0
@@ -350,22 +360,16 @@ class Scheduler:
         """Who shares a step's rows of prompts alike with others: tenants, if the policy is fair."""
         return sequence.tenant if self.rules.policy == "vtc" else ""
 
-    def _is_here(self, sequence: Sequence) -> bool:
-        if self._residency is None or sequence.adapter is None:
-            return True
-        return self._residency.is_here(sequence.adapter)
+    def _is_here(self, adapter: Adapter) -> bool:
+        return self._residency is None or self._residency.is_here(adapter)
 
     def _has_room(self, sequence: Sequence, upto: int) -> bool:
         """Whether there is room for a sequence's first `upto` tokens. The newest sequences are evicted for it. It may itself be the
         newest, or evicted already."""
         while sequence in self.running:
-            held = len(sequence.blocks)
-            if upto <= held * BLOCK:
-                return True
-            if self._find_room(self._blocks.needed(upto) - held * self._blocks.layers) and self._blocks.grow(
-                sequence, upto
-            ):
-                return True
+            wanted = self._blocks.needed(upto) - len(sequence.blocks) * self._blocks.layers
+            if wanted <= self._blocks.spare() or self._find_room(wanted):
+                return self._blocks.grow(sequence, upto)
             self._evict(policy.newest(self.running))
         return False
 
@@ -378,24 +382,18 @@ class Scheduler:
         self.counts.evictions += 1
 
     def _find_room(self, pages: int) -> bool:
-        """Whether `BlockManager.grow` can get so many pages. Adapters that nothing uses now are evicted for it."""
-        if pages > self._blocks.spare():
-            self._blocks.trim(self.running)
+        """Find pages for `BlockManager.grow` where it has not so many: those behind windows, and of adapters that nothing uses now. Return
+        whether there are enough."""
+        self._blocks.trim(self.running)
         spare = self._blocks.spare()
         if pages > spare and self._residency is not None:
             self._residency.make_room(self._blocks.pool.free + pages - spare)
         return pages <= self._blocks.spare()
 
-    def _leave(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._give_up(sequence)
-        self._something_changed = True
-
-    def _give_up(self, sequence: Sequence, is_pinned: bool = True) -> None:
+    def _leave(self, sequence: Sequence, is_pinned: bool = True) -> None:
+        """Take back what a sequence holds, be it that it runs or that it cannot begin."""
+        if sequence in self.running:
+            self.running.remove(sequence)
         self._release(sequence)
         if is_pinned and sequence.adapter is not None and self._residency is not None:
             self._residency.unpin(sequence.adapter)
-
-
-def _coming(sequence: Sequence) -> tuple[float, int, int]:
-    return sequence.arrived, sequence.request.id, sequence.completion

@@ -40,6 +40,9 @@ class Sequence:
     began: float = 0.0  # when it joined the batch
     overtaken: int = 0  # by so many later ones, since there was no room for it, or since it gave way
     owed: float = 0.0  # rows of its prompt, since shorter ones were computed before it
+    told_at: float = 0.0  # when its last token was chosen
+    has_ended: bool = False
+    order: tuple[float, int, int] = field(init=False)  # in which sequences have come
     tenant: str = field(init=False)
     version: int = 0  # of its adapter; 0 is the base
     # tokens that the adapter puts in front of the prompt; what stands for them in `tokens` means nothing
@@ -51,6 +54,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request, self.tenant = self.request, self.request.tenant
+        self.order = self.arrived, request.id, self.completion
         if self.adapter is not None:
             self.version, self.virtual = self.adapter.version, self.adapter.virtual
         self.prompt_length = self.virtual + len(request.prompt)
@@ -75,11 +79,6 @@ class Sequence:
     @property
     def produced(self) -> int:
         return len(self.tokens) - self.prompt_length
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it has all tokens that were asked for, the last one perhaps not known yet."""
-        return self.produced >= max(1, self.request.sampling.max_tokens)
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,7 +121,3 @@ class SchedulerOutput:
     def rows(self) -> int:
         last = self.segments[-1]
         return last.first + last.rows
-
-    @property
-    def has_prompts(self) -> bool:
-        return len(self.segments) < self.rows
