@@ -1,7 +1,8 @@
 """Symbiosis: one frozen base model, shared by any number of transformers/PEFT programs."""
 
 from sys import platform as _platform
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # for them it is true; `typing` takes a third of the time that Python needs to start
 
 if _platform != "linux":
     raise ImportError(
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from symbiosis import serving as serving
     from symbiosis.client.capture import capture
     from symbiosis.client.from_executor import from_executor
@@ -61,7 +64,7 @@ if TYPE_CHECKING:
     from symbiosis.serving.lora.publish import publish
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import a name when it is used, so that `import symbiosis` is cheap and `--help` needs no torch."""
     if name not in _WHERE and name not in _PACKAGES:
         raise AttributeError(f"module 'symbiosis' has no attribute {name!r}")

@@ -17,7 +17,7 @@ from symbiosis.cli.commands import Given, InLines, takes
 from symbiosis.errors import ConfigError
 from symbiosis.executor.options import Options, load_as, load_options
 from symbiosis.protocol.endpoints import default_endpoints
-from symbiosis.run.hook import SWITCH
+from symbiosis.run.switch import SWITCH
 from symbiosis.serving.serve_options import ServeOptions
 from symbiosis.text import shown
 
@@ -121,11 +121,17 @@ def run(
     command: Annotated[str, typer.Argument(metavar="COMMAND", help="A program, with its arguments: trl, accelerate launch, torchrun, python train.py, ...", show_default=False)],
     endpoint: Annotated[str | None, typer.Option(help="The executor's endpoint. Default: $SYMBIOSIS_ENDPOINT, else this user's.")] = None,
     require: Annotated[bool, typer.Option("--require", help="A model that does not share the executor's layers is an error.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run it until it loads its first model, say whether that would share, and end it. Exit status 0: it would.")] = False,
 ) -> None:  # fmt: skip
     """Run a program as it is: the models of transformers that it loads share the executor's layers. SYMBIOSIS_RUN=1 COMMAND is the same."""
-    from symbiosis.run.command import run as become
+    from symbiosis.run import command as runs
 
-    become([command, *context.args], endpoint, require)
+    words = [command, *context.args]
+    if not dry_run:
+        runs.run(words, endpoint, require)
+    verdict, shares = runs.dry_run(words, endpoint)
+    typer.echo(verdict)
+    raise typer.Exit(not shares)
 
 
 BENCHMARKS = {  # scripts/bench_*.py, with what they take on two cores; gpu: on one H200

@@ -2,23 +2,57 @@
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import sysconfig
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from symbiosis.errors import ConfigError
-from symbiosis.run.hook import SWITCH
-from symbiosis.run.settings import REQUIRE
+from symbiosis.protocol.cluster_state import SCHEME
+from symbiosis.protocol.endpoints import named_endpoints, parts_of
+from symbiosis.run.outcome import SHARES
+from symbiosis.run.settings import REQUIRE, VERDICT
+from symbiosis.run.switch import SWITCH
+from symbiosis.text import shown
 
 SITE = str(Path(__file__).with_name("site"))  # the folder of a `sitecustomize`
+GRACE_S = 2.0  # for a program whose verdict is known
+POLL_S = 0.05
 
 
-def run(command: Sequence[str], endpoint: str | None, require: bool) -> NoReturn:
+def run(command: Sequence[str], endpoint: str | None = None, require: bool = False) -> NoReturn:
     """Become the program: its signals and its exit code are its own."""
     environment = environment_of(os.environ, endpoint, require)
-    program = program_of(command[0], environment)
-    os.execve(program, list(command), environment)
+    program = program_of(command, environment)
+    try:
+        os.execve(program, [program, *command[1:]], environment)
+    except OSError as error:
+        raise ConfigError(f"{program}: {error.strerror}") from None
+
+
+def dry_run(command: Sequence[str], endpoint: str | None = None) -> tuple[str, bool]:
+    """Run the program until it loads its first model. Return what becomes of that, and whether it shares."""
+    with tempfile.NamedTemporaryFile("r", prefix="symbiosis-") as verdict:
+        environment = {**environment_of(os.environ, endpoint), VERDICT: verdict.name}
+        program = program_of(command, environment)
+        process = subprocess.Popen([program, *command[1:]], env=environment, stdout=sys.stderr, start_new_session=True)
+        try:
+            while process.poll() is None and not Path(verdict.name).stat().st_size:
+                time.sleep(POLL_S)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said = verdict.readline().strip()
+    return said or f"no verdict: it ended with {process.returncode} before it loaded a model of transformers", said.startswith(f"{SHARES}:")  # fmt: skip
 
 
 def environment_of(given: Mapping[str, str], endpoint: str | None = None, require: bool = False) -> dict[str, str]:
@@ -30,16 +64,54 @@ def environment_of(given: Mapping[str, str], endpoint: str | None = None, requir
     path = given.get("PYTHONPATH")
     told = {SWITCH: "1", "PYTHONPATH": f"{SITE}{os.pathsep}{path}" if path else SITE}
     if endpoint is not None:
+        if not (urls := named_endpoints(endpoint)):
+            raise ConfigError(f"--endpoint {shown(endpoint)!r} names no executor: write its URL")
+        for url in urls:
+            if not url.startswith(SCHEME):
+                parts_of(url)
         told["SYMBIOSIS_ENDPOINT"] = endpoint
     if require:
         told[REQUIRE] = "1"
     return {**given, **told}
 
 
-def program_of(name: str, environment: Mapping[str, str]) -> str:
+def program_of(command: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return the file of a command: on the PATH, else among the scripts of this Python, whose environment need not be activated."""
-    scripts = sysconfig.get_path("scripts")
-    found = shutil.which(name, path=os.pathsep.join(filter(None, (environment.get("PATH", os.defpath), scripts))))
-    if found is None:
-        raise ConfigError(f"there is no command {name!r}: write symbiosis run -- COMMAND ARGUMENTS")
+    places = os.pathsep.join((environment.get("PATH", os.defpath), sysconfig.get_path("scripts")))
+    if (found := shutil.which(command[0], path=places)) is None:
+        text = f"there is no command {shown(command[0])!r}: write symbiosis run [OPTIONS] -- COMMAND ARGUMENTS"
+        raise ConfigError(text)
+    flags = flags_of(command)
+    probe = [found, *flags, "-c", "import sys; sys.exit('symbiosis.run.hook' not in sys.modules)"]
+    if deaf(flags) and subprocess.run(probe, env=environment).returncode:
+        raise ConfigError(
+            f"{shown(' '.join((*command[:1], *flags)))} does not read PYTHONPATH, so its models would not be shared: leave the flag out, "
+            "or (but for -S) install Symbiosis into its environment"
+        )
     return found
+
+
+def flags_of(command: Sequence[str]) -> list[str]:
+    """Return what a Python is given before its program; nothing of another command.
+
+    >>> flags_of(["python3", "-W", "error", "-I", "train.py", "-S"])
+    ['-W', 'error', '-I']
+    """
+    if not Path(command[0]).name.startswith("python"):
+        return []
+    flags: list[str] = []
+    for word in command[1:]:
+        is_value = flags[-1:] in (["-W"], ["-X"])
+        if not is_value and (not word.startswith("-") or word[1:2] in ("c", "m", "")):
+            break
+        flags.append(word)
+    return flags
+
+
+def deaf(flags: Sequence[str]) -> bool:
+    """Whether a Python with these flags does not hear of a `sitecustomize`.
+
+    >>> deaf(["-uI"]), deaf(["-u", "-X", "importtime"])
+    (True, False)
+    """
+    return any(not {"I", "E", "S"}.isdisjoint(word) for word in flags if word.startswith("-") and word[1] not in "-WX")

@@ -4,17 +4,15 @@ Every Python process under the command installs it as it starts, by `symbiosis/r
 `symbiosis_run.pth`. So it imports nothing: a process that never imports transformers pays for a finder on `sys.meta_path`, and no more.
 """
 
-import os
 import sys
-from typing import Any
 
-SWITCH = "SYMBIOSIS_RUN"
-CHANGED_BY = {"transformers.modeling_utils": "symbiosis.run.patch"}  # whose `change(module)` changes a module
+from symbiosis.run.switch import is_on
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
-def is_on() -> bool:
-    """Whether this process belongs to a program under `symbiosis run`."""
-    return os.environ.get(SWITCH, "") not in ("", "0")
+WATCHED = ("transformers.modeling_utils", "vllm.engine.arg_utils", "sglang.srt.server_args")
 
 
 def install() -> None:
@@ -26,8 +24,8 @@ def install() -> None:
 class _Watcher:
     """Finds the watched modules as the other finders do, and has them changed once they have run."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in CHANGED_BY:
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
+        if name not in WATCHED:
             return None
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(name, path, target)):
@@ -39,15 +37,15 @@ class _Watcher:
 class _ThenChanged:
     """A loader whose module is changed when it has run."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: "Any") -> None:
         self._loader = loader
 
-    def create_module(self, spec: Any) -> Any:
+    def create_module(self, spec: "Any") -> "Any":
         return self._loader.create_module(spec)
 
-    def exec_module(self, module: Any) -> None:
+    def exec_module(self, module: "Any") -> None:
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        from importlib import import_module
+        from symbiosis.run.patch import change
 
-        import_module(CHANGED_BY[module.__name__]).change(module)
+        change(module)

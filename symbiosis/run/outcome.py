@@ -1,33 +1,46 @@
-"""What became of a model that a program loads: one line of stderr, or an error where it was to be shared."""
+"""What became of a model that a program loads: one line of stderr, or an error where it was to be shared. A dry run ends there."""
 
+import os
 import sys
-
-from torch import nn
+from pathlib import Path
+from typing import Any
 
 from symbiosis.errors import NotShared
-from symbiosis.run.settings import Settings
+from symbiosis.run.settings import Settings, from_environment
+
+SHARES, ALONE = "would share", "would not share"  # the verdicts of a dry run
 
 
 def left_alone(name: object, why: str, settings: Settings) -> None:
     """Say why a model is loaded as without `symbiosis run`. With `--require`, raise `NotShared`."""
+    line = f"{_short(name)} is not shared: {why}"
+    _end_if_dry(ALONE, line, settings)
     if settings.require:
-        raise NotShared(f"{_short(name)} is not shared, and must be (--require): {why}")
-    _say(f"{_short(name)} is not shared: {why}")
+        raise NotShared(f"{line} (--require forbids that)")
+    _say(line)
 
 
-def shared(name: object, model: nn.Module, endpoint: str, not_loaded: int, seconds: float) -> None:
-    """Say that the executor holds layers of a wrapped model.
+def shared(name: object, model: Any, endpoint: str, not_loaded: int, seconds: float) -> None:
+    """Say that an executor holds layers of a wrapped model.
 
     Args:
         not_loaded: Bytes of weights that this process neither reads nor holds.
         seconds: That it took.
     """
     report = model._symbiosis_report
-    layers = len(report.wrapped)  # type: ignore[union-attr, arg-type]
-    every = layers + len(report.kept)  # type: ignore[union-attr, arg-type]
-    _say(
-        f"{_short(name)}: {layers} of {every} layers from {endpoint} ({_size(not_loaded)} not loaded, {seconds:.1f} s)"
-    )
+    of_all = f"{len(report.wrapped)} of {len(report.wrapped) + len(report.kept)} layers"
+    line = f"{_short(name)}: {of_all} from {endpoint} ({_size(not_loaded)} not loaded, {seconds:.1f} s)"
+    _end_if_dry(SHARES, line, from_environment())
+    _say(line)
+
+
+def _end_if_dry(verdict: str, line: str, settings: Settings) -> None:
+    """Write the verdict of a dry run, and end this process: without a word to others, as its program has done nothing yet."""
+    if settings.verdict:
+        with Path(settings.verdict).open("a") as file:
+            file.write(f"{verdict}: {line}\n")
+        sys.stdout.flush()
+        os._exit(verdict != SHARES)
 
 
 def _say(line: str) -> None:

@@ -1,8 +1,12 @@
 """Programs under `symbiosis run`: as they are, in processes of their own, compared with themselves without it."""
 
 import os
+import re
+import signal
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 
+from symbiosis.run.command import SITE
 from tests.processes import Executor, killed_at_the_end, save_tiny_llama
 
 TRAIN = """
@@ -23,6 +28,25 @@ rows = torch.randint(3, 100, (16, 12), generator=torch.Generator().manual_seed(7
 options = dict(max_steps=3, learning_rate=1e-2, seed=11, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no")
 Trainer(model, TrainingArguments(sys.argv[2], **options), train_dataset=[{"input_ids": row, "labels": row} for row in rows]).train()
 model.save_pretrained(sys.argv[2])
+"""
+
+LOAD = """
+import sys
+from transformers import AutoModelForCausalLM
+for name in sys.argv[1:]: AutoModelForCausalLM.from_pretrained(name)
+"""
+# Each way to start Python, from a process that has not imported transformers; and the last from one that has.
+START = """
+import multiprocessing, os, runpy, subprocess, sys
+if __name__ == "__main__":
+    subprocess.run([sys.executable, "load.py", sys.argv[1]], check=True)
+    for way in ("spawn", "forkserver", "fork"):
+        if way == "fork":
+            import transformers.modeling_utils
+        child = multiprocessing.get_context(way).Process(target=runpy.run_path, args=("load.py",))
+        child.start()
+        child.join()
+        assert child.exitcode == 0, way
 """
 
 
@@ -55,13 +79,207 @@ def adapter_of(folder: Path) -> dict[str, Any]:
     return safetensors.torch.load_file(folder / "adapter_model.safetensors")
 
 
+def written(folder: Path, **programs: str) -> None:
+    for name, code in programs.items():
+        (folder / f"{name}.py").write_text(code)
+
+
+def shared_by(stderr: str) -> int:
+    """How many models share."""
+    return len(re.findall(r"^symbiosis: checkpoint\d*: 14 of 15 layers from local:", stderr, re.MULTILINE))
+
+
 def test_a_program_trains_the_adapter_that_it_trains_alone(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
+    written(tmp_path, train=TRAIN)
     command = (sys.executable, "train.py", checkpoint)
     alone = run(*command, "alone", folder=tmp_path, options=None)
     assert alone.returncode == 0 and "symbiosis" not in alone.stderr, alone.stderr
     split = run(*command, "split", folder=tmp_path, options=("--endpoint", endpoint, "--require"))
-    assert split.returncode == 0, split.stderr
-    assert f"{checkpoint.name}: 14 of 15 layers from {endpoint}" in split.stderr
+    assert split.returncode == 0 and shared_by(split.stderr) == 1, split.stderr
     expected, got = adapter_of(tmp_path / "alone"), adapter_of(tmp_path / "split")
     assert got.keys() == expected.keys() and all(got[name].equal(expected[name]) for name in expected)
+
+
+def test_every_process_of_a_program_shares(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
+    written(tmp_path, load=LOAD, start=START)
+    done = run(sys.executable, "start.py", checkpoint, folder=tmp_path, options=("--endpoint", endpoint, "--require"))
+    assert (done.returncode, shared_by(done.stderr)) == (0, 4), done.stderr
+
+
+def test_the_processes_of_torchrun_share(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
+    written(tmp_path, load=LOAD)
+    launch = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "load.py",
+        checkpoint,
+    )
+    done = run(*launch, folder=tmp_path, options=None, SYMBIOSIS_RUN="1", SYMBIOSIS_ENDPOINT=endpoint, PYTHONPATH=SITE)
+    assert (done.returncode, shared_by(done.stderr)) == (0, 2), done.stderr
+
+
+def test_of_two_models_the_executors_is_shared(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
+    written(tmp_path, load=LOAD)
+    other = save_tiny_llama(tmp_path / "other", seed=1)
+    done = run(sys.executable, "load.py", other, checkpoint, folder=tmp_path, options=("--endpoint", endpoint))
+    assert (done.returncode, shared_by(done.stderr)) == (0, 1), done.stderr
+    assert re.search(
+        "^symbiosis: other is not shared: .*the weights differ from the executor's", done.stderr, re.MULTILINE
+    )
+    options = ("--endpoint", endpoint, "--require")
+    done = run(sys.executable, "load.py", other, checkpoint, folder=tmp_path, options=options)
+    assert done.returncode == 1 and shared_by(done.stderr) == 0
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("symbiosis.errors.NotShared: other is not shared: ") and last.endswith(
+        "(--require forbids that)"
+    )
+
+
+def test_a_dry_run_says_what_becomes_of_the_first_model(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
+    code = LOAD + "open('loaded', 'w')"
+    written(tmp_path, load=code)
+    options = ("--endpoint", endpoint, "--dry-run")
+    done = run(sys.executable, "load.py", checkpoint, folder=tmp_path, options=options)
+    assert done.returncode == 0 and done.stdout.startswith(
+        f"would share: {checkpoint.name}: 14 of 15 layers from {endpoint}"
+    )
+    done = run(sys.executable, "load.py", save_tiny_llama(tmp_path / "other", seed=1), folder=tmp_path, options=options)
+    assert done.returncode == 1 and done.stdout.startswith("would not share: other is not shared: ")
+    assert not (tmp_path / "loaded").exists()
+    done = run("sh", "-c", "exit 3", folder=tmp_path, options=options)
+    text = "no verdict: it ended with 3 before it loaded a model of transformers\n"
+    assert (done.returncode, done.stdout) == (1, text)
+
+
+def test_a_package_that_is_too_old_is_said_in_a_line(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
+    """What counts is the version that the package says it has."""
+    written(tmp_path, load="import peft; peft.__version__ = '0.5.0'\n" + LOAD)
+    done = run(sys.executable, "load.py", checkpoint, folder=tmp_path, options=("--endpoint", endpoint))
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert f"symbiosis: {checkpoint.name} is not shared: peft 0.5.0 is too old" in done.stderr
+    done = run(sys.executable, "load.py", checkpoint, folder=tmp_path, options=("--endpoint", endpoint, "--require"))
+    assert done.returncode == 1 and "NotShared: " in done.stderr.splitlines()[-1]
+
+
+def test_an_engine_of_its_own_is_told_of_ours(tmp_path: Path) -> None:
+    """A class where vLLM has it: the engine itself needs a GPU."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    code = "class EngineArgs:\n    model = 'Qwen/Qwen3-8B'\n    def create_engine_config(self): return 7\n"
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(code)
+    written(tmp_path, use="from vllm.engine.arg_utils import EngineArgs; print(EngineArgs().create_engine_config())")
+    done = run(sys.executable, "use.py", folder=tmp_path)
+    assert done.stdout == "7\n" and "Qwen3-8B is not shared: vllm holds it by itself. `symbiosis serve`" in done.stderr
+    assert run(sys.executable, "use.py", folder=tmp_path, options=("--require",)).returncode == 1
+
+
+def test_a_program_goes_on_when_its_executor_comes_back(checkpoint: Path, tmp_path: Path) -> None:
+    code = LOAD.replace("for name in sys.argv[1:]:", "model =").replace("(name)", "(sys.argv[1])")
+    code += (
+        "import torch\nfor line in sys.stdin: print(model(torch.arange(3, 9)[None]).logits.sum().item(), flush=True)"
+    )
+    written(tmp_path, compute=code)
+    with killed_at_the_end() as processes:
+        executor = Executor(checkpoint, f"--listen=local://{tmp_path}/e.sock", log=tmp_path / "log")
+        processes.append(executor)
+        command = [sys.executable, "-m", "symbiosis", "run", "--endpoint", executor.endpoint, "--require", "--"]
+        command += [sys.executable, "compute.py", str(checkpoint)]
+        with subprocess.Popen(
+            command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as program:
+            assert program.stdin and program.stdout
+            sums = []
+            for _ in range(2):
+                program.stdin.write("once\n")
+                program.stdin.flush()
+                sums.append(program.stdout.readline())
+                executor.kill()
+                executor = executor.again()
+                processes.append(executor)
+            program.stdin.close()
+            assert program.wait(60) == 0 and sums[0] and sums[0] == sums[1]
+
+
+# ---------------------------------------------------------------- processes that load nothing
+
+
+def test_exit_codes_and_signals_are_the_programs_own(tmp_path: Path) -> None:
+    assert run("sh", "-c", "exit 7", folder=tmp_path).returncode == 7
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    assert run(sys.executable, "-c", code, folder=tmp_path).returncode == -signal.SIGTERM
+    done = run("no-such-command", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "error: there is no command 'no-such-command': write symbiosis run [OPTIONS] -- COMMAND ARGUMENTS\n")  # fmt: skip
+    done = run("sh", folder=tmp_path, options=("--endpoint", "http://127.0.0.1:9400"))
+    assert done.returncode == 2 and "is a web page" in done.stderr
+
+
+def test_what_is_on_the_path_stays_there(tmp_path: Path) -> None:
+    """Also a `sitecustomize`, which runs after the hook; but nothing is imported from where the command is given."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text("import sys; sys.was = 'symbiosis.run.hook' in sys.modules")
+    for name in ("symbiosis.py", "sitecustomize.py", "typer.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported from the working directory')")
+    code = "import os, sys; print(sys.was, os.environ['PYTHONPATH'].split(':')[1:], 'sitecustomize' in sys.modules)"
+    (tmp_path / "bin").mkdir()
+    written(tmp_path / "bin", show=code)
+    launcher = Path(sys.executable).with_name("symbiosis")
+    command = [str(launcher), "run", sys.executable, "bin/show.py"]
+    path = str(tmp_path / "path")
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.stdout == f"True ['{path}'] True\n", done.stderr
+
+
+def test_our_own_commands_do_not_share_what_they_serve(tmp_path: Path) -> None:
+    code = "import os, sys; sys.argv = ['symbiosis', 'version']; from symbiosis.cli.main import main\ntry: main()\nfinally: print('SYMBIOSIS_RUN' in os.environ)"
+    assert run(sys.executable, "-c", code, folder=tmp_path).stdout.splitlines()[-1] == "False"
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python without Symbiosis or anything else."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    return folder / "bin" / "python"
+
+
+def test_a_python_without_symbiosis_is_reached(bare: Path, tmp_path: Path) -> None:
+    """It says what is missing only when it loads a model."""
+    folder = tmp_path / "transformers"
+    folder.mkdir()
+    code = "class PreTrainedModel:\n    @classmethod\n    def from_pretrained(cls, name): return 'loaded'"
+    (folder / "modeling_utils.py").write_text(code)
+    written(
+        tmp_path, load="from transformers.modeling_utils import PreTrainedModel as M; print(M.from_pretrained('a/b'))"
+    )
+    done = run(bare, "load.py", folder=tmp_path)
+    assert (done.stdout, done.stderr) == ("loaded\n", "symbiosis: b is not shared: No module named 'torch'\n")
+    assert run(bare, "load.py", folder=tmp_path, options=("--require",)).returncode == 1
+
+
+def test_a_python_that_reads_no_path_is_refused(bare: Path, tmp_path: Path) -> None:
+    done = run(bare, "-u", "-I", "-c", "print(1)", folder=tmp_path)
+    assert done.returncode == 2 and "does not read PYTHONPATH" in done.stderr and not done.stdout
+
+
+def test_a_process_that_imports_nothing_pays_for_nothing(tmp_path: Path) -> None:
+    code = "import sys; print(*sys.modules)"
+    plain = run(sys.executable, "-S", "-c", code, folder=tmp_path, options=None).stdout.split()
+    hooked = run(sys.executable, "-c", code, folder=tmp_path).stdout.split()
+    ours = {name for name in hooked if name.startswith("symbiosis")}
+    assert ours == {"symbiosis", "symbiosis.run", "symbiosis.run.hook", "symbiosis.run.switch"}
+    assert not {"torch", "transformers", "numpy", "msgspec", "typer"} & {*hooked} and plain
+
+
+@pytest.mark.alone
+def test_the_hook_takes_no_time(bare: Path, tmp_path: Path) -> None:
+    """Less than 10 ms of a Python that starts."""
+    times: dict[str, list[float]] = {"0": [], "1": []}
+    for _ in range(15):
+        for switch, taken in times.items():
+            begun = time.perf_counter()
+            environment = {**os.environ, "SYMBIOSIS_RUN": switch, "PYTHONPATH": SITE if switch == "1" else ""}
+            subprocess.run([bare, "-c", "pass"], env=environment, cwd=tmp_path, check=True)
+            taken.append(time.perf_counter() - begun)
+    assert statistics.median(times["1"]) - statistics.median(times["0"]) < 0.010, times
