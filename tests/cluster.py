@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from symbiosis.protocol.cluster_state import Member, Told, told_by
-from symbiosis.server.api_errors import SECRET_HEADER
+from symbiosis.server.api_app import SECRET_HEADER
 from tests.serving_api import eventually
 
 START_S = 110.0

@@ -5,9 +5,11 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable
+from functools import lru_cache
 
 from symbiosis.errors import ConfigError
 
+MOST_KNOWN = 64  # headers whose answer is remembered
 HEADER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(:[0-9]*)?")  # HOST or HOST:PORT
 NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|\[?[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*\]?")
 
@@ -32,8 +34,9 @@ class Hosts:
         self._is_open, self._names = "*" in names, {name for name in names if not name.startswith("*")}
         self._domains = tuple(name[1:] for name in names if name.startswith("*."))
         self._is_for_others = not _is_loopback(names[1])
+        self.has = lru_cache(MOST_KNOWN)(self._has)  # a client asks by the same one again and again
 
-    def has(self, header: str) -> bool:
+    def _has(self, header: str) -> bool:
         """Whether a request with this `Host` may be answered."""
         if self._is_open:
             return True

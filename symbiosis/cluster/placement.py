@@ -9,7 +9,7 @@ Nobody's request keeps those of another tenant waiting, and a large one does not
 * A server makes room for a tenant that has less than its share of the batch, while others have more than theirs. So the request goes there
   although the batch is full, and the server itself lets others give way.
 * A request that has waited for long goes where one sequence can begin: the server lets its others begin as there is room.
-* One that no server could ever hold (`is_vain`) goes to a server at once, which says what is wrong with it.
+* One that no server could ever hold goes to a server at once, which says what is wrong with it.
 
 A request at which a server has failed goes to another one, if there is any: the server may lack memory, and still say that it works.
 """
@@ -21,10 +21,12 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
+from operator import attrgetter
 
 import msgspec
 
 LIGHT = 0.25  # of its batch: a server that runs less is lightly loaded
+RANK = attrgetter("running", "number")  # of servers: the busiest one is the highest
 NEAR = 16  # of the busiest servers with room: so many are asked whether an adapter is resident
 
 
@@ -59,21 +61,15 @@ class PlacedServer(msgspec.Struct, frozen=True, kw_only=True):
         return self.running < LIGHT * self.batch
 
     @property
-    def kept(self) -> int:
-        """Its sequences without those beyond their tenants' shares, which give way while others wait.
-
-        >>> PlacedServer(number=1, model="m", batch=8, running=8, share=4, tenants={"a": 7}).kept
-        5
-        """
-        if not self.share:
-            return self.running
-        others = self.running - sum(self.tenants.values())
-        return sum(min(count, self.share) for count in (others, *self.tenants.values()))
-
-    @property
     def may_give_way(self) -> bool:
-        """Whether its batch has place for others because some give way."""
-        return self.kept < min(self.running, self.batch)
+        """Whether its batch has place for others because some give way: those beyond their tenants' shares.
+
+        >>> PlacedServer(number=1, model="m", batch=8, running=8, share=4, tenants={"a": 7}).may_give_way
+        True
+        """
+        others = self.running - sum(self.tenants.values())
+        kept = sum(min(count, self.share) for count in (others, *self.tenants.values()))
+        return bool(self.share) and kept < min(self.running, self.batch)
 
     def fits(self, sequences: int, pages: int) -> bool:
         """Whether it has room for so much more. One that is idle takes anything: it says itself what is too much for it."""
@@ -110,16 +106,6 @@ def version_of(shares: Mapping[str, float], draw: float) -> str:
     return list(shares)[bisect_right(upto, draw * upto[-1])]
 
 
-def is_vain(servers: Iterable[PlacedServer], pages: int) -> bool:
-    """Whether a sequence that needs so much is too large for all of these servers.
-
-    >>> is_vain([PlacedServer(number=1, model="m", batch=8, pages=100, longest=50)], 60)
-    True
-    """
-    most = [min(each.pages, each.longest) for each in servers]
-    return bool(most) and pages > max(most)
-
-
 def place(servers: Iterable[PlacedServer], wish: RoutingRequest) -> PlacedServer | None:
     """Return the server for a request; None if it has to wait. This is the rule in plain words; `Fleet.place` finds the same one quickly.
 
@@ -132,7 +118,7 @@ def place(servers: Iterable[PlacedServer], wish: RoutingRequest) -> PlacedServer
     """
     ready = [each for each in servers if each.model == wish.model and each.state is State.READY]
     others = [each for each in ready if each.number not in wish.failed_at] or ready
-    fitting = sorted((each for each in others if each.fits(wish.sequences, wish.pages)), key=_rank, reverse=True)
+    fitting = sorted((each for each in others if each.fits(wish.sequences, wish.pages)), key=RANK, reverse=True)
     return _preferred(fitting, wish)
 
 
@@ -144,10 +130,6 @@ def _preferred(fitting: Iterable[PlacedServer], wish: RoutingRequest) -> PlacedS
         if not wish.adapter or (wish.adapter in server.adapters and not server.is_light):
             return server
     return busiest
-
-
-def _rank(server: PlacedServer) -> tuple[int, int]:
-    return server.running, server.number
 
 
 class Fleet:
@@ -182,8 +164,8 @@ class Fleet:
         self._servers[server.number] = server
         self._most[server.model] = max(self._most[server.model], server.batch)
         if server.state is State.READY:
-            insort(self._order.setdefault(server.model, []), _rank(server))
-            if server.may_give_way:
+            insort(self._order.setdefault(server.model, []), RANK(server))
+            if server.share and server.may_give_way:
                 self._giving.setdefault(server.model, set()).add(server.number)
 
     def drop(self, number: int) -> None:
@@ -191,7 +173,7 @@ class Fleet:
             return
         if server.state is State.READY:
             order = self._order[server.model]
-            del order[bisect_left(order, _rank(server))]
+            del order[bisect_left(order, RANK(server))]
             self._giving.get(server.model, set()).discard(number)
 
     def place(self, wish: RoutingRequest) -> PlacedServer | None:
@@ -204,7 +186,7 @@ class Fleet:
             return self._least_busy(wish)
         avoided = self._avoided(wish)
         giving = [self._servers[number] for number in self._giving.get(wish.model, ()) if number not in avoided]
-        found = min((each for each in giving if each.tenants.get(wish.tenant, 0) < each.share), key=_rank, default=None)
+        found = min((each for each in giving if each.tenants.get(wish.tenant, 0) < each.share), key=RANK, default=None)
         if found is None and is_overdue:
             least = self._least_busy(wish)
             found = least if least is not None and least.running < least.batch else None
@@ -217,13 +199,13 @@ class Fleet:
 
     def _avoided(self, wish: RoutingRequest) -> frozenset[int]:
         """Return the servers that a request does not go to again: those that failed at it, if there are others."""
-        if wish.failed_at and any(number not in wish.failed_at for _, number in self._order.get(wish.model, ())):
+        if any(number not in wish.failed_at for _, number in self._order.get(wish.model, ())):
             return wish.failed_at
         return frozenset()
 
     def _with_room(self, wish: RoutingRequest) -> Iterator[PlacedServer]:
         """Yield the servers on which a request fits, the busiest first."""
-        order, avoided = self._order.get(wish.model, []), self._avoided(wish)
+        order, avoided = self._order.get(wish.model, []), wish.failed_at and self._avoided(wish)
         fullest = max(0, self._most[wish.model] - wish.sequences)  # what is fuller has no room in any batch
         for place in range(bisect_right(order, (fullest, sys.maxsize)) - 1, -1, -1):
             server = self._servers[order[place][1]]
@@ -276,5 +258,6 @@ def _next(
     if (server := fleet.place(wish) or fleet.crowd(wish, is_overdue)) is None:
         return None
     running[wish.tenant] += wish.sequences
-    fleet.put(server.holds(wish.sequences, wish.pages, wish.adapter, wish.tenant))
-    return fleet[server.number]
+    server = server.holds(wish.sequences, wish.pages, wish.adapter, wish.tenant)
+    fleet.put(server)
+    return server

@@ -7,7 +7,7 @@ import random
 import re
 import stat
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +42,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""  # of the base that it serves, as itself says
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class Told(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A cluster at one moment."""
 
     name: str
@@ -52,7 +52,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     adapters: dict[str, str] = {}  # by model: the folder of its adapters
     retiring: tuple[str, ...] = ()  # models that take nothing new, and end when nobody uses them any more
 
-    @property
+    @cached_property
     def models(self) -> list[str]:
         """Return the models that are served."""
         names = dict.fromkeys(each.model for each in self.of_kind("server"))

@@ -1,36 +1,20 @@
-"""Errors in the form that OpenAI's clients read, and apps that answer so."""
+"""Errors in the form that OpenAI's clients read."""
 
 import errno
-import hmac
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from symbiosis.base.hosts import Hosts
 from symbiosis.server.request_record import this_request
 
 logger = logging.getLogger("symbiosis")
-Shared = TypeVar("Shared")
 
-UNKNOWN_HOST = (
-    "this server is not known as {!r}: ask for it by its address, or start it with --allowed-hosts and that name"
-)
-SECRET_HEADER = "X-Symbiosis-Cluster"  # with which a front end shows the cluster's secret
-OPEN = ("/health", "/metrics", "/version")  # for probes and Prometheus
-FOR_FRONT_ENDS = "this server is one of a cluster, and takes requests from its front ends only: ask the cluster's address, which `symbiosis cluster status` shows"
 REASONS = {  # in logs and figures, unless whoever raises it knows better
     400: "invalid_request", 401: "unknown_key", 403: "forbidden", 404: "not_found", 405: "no_such_method", 408: "body_too_slow", 413: "body_too_large",
     429: "too_many_requests", 431: "head_too_large", 500: "failed", 503: "unavailable", 507: "disk_full",
@@ -82,6 +66,11 @@ def wrong(message: str, param: str | None = None, code: str | None = None, reaso
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code, reason=reason)
 
 
+def busy(message: str, reason: str, retry_s: float = 1.0) -> ApiError:
+    """Return the error that tells a client to come again."""
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{message}: try again later", retry_s=retry_s, reason=reason)
+
+
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """Return an error of the engine's with the field's name in the request, with which its message begins.
 
@@ -124,45 +113,3 @@ def unknown_model(name: str, models: Iterable[str]) -> ApiError:
     there = f"there are {known} and adapters, which GET /v1/models lists" if known else "none is served yet"
     message = f"there is no model {name[:100]!r}: {there}"
     return ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found", reason="no_such_model")
-
-
-def _answered(request: Request, error: ApiError) -> Response:
-    return error.response()
-
-
-def _unknown_path(request: Request, error: HTTPException) -> Response:
-    what = "no such path" if error.status_code == 404 else error.detail
-    reason = "no_such_path" if error.status_code == 404 else ""
-    return ApiError(error.status_code, f"{request.method} {request.url.path}: {what}", reason=reason).response()
-
-
-def _failed(request: Request, error: Exception) -> Response:
-    return failed(error).response()
-
-
-def only_for(hosts: Hosts, secret: str, app: ASGIApp) -> ASGIApp:
-    """Return an app that answers only who asks for it by a name that is known, and, where there is a secret, only front ends of the cluster
-    that has it, which hold the cluster's limits, and probes."""
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        headers, answer = Headers(scope=scope), app
-        if unknown := [each for each in headers.getlist("host") if not hosts.has(each)]:
-            answer = wrong(UNKNOWN_HOST.format(unknown[0][:100]), "host", reason="unknown_host").response()
-        elif (
-            secret
-            and scope["path"] not in OPEN
-            and not hmac.compare_digest(headers.get(SECRET_HEADER, "").encode(), secret.encode())
-        ):
-            answer = ApiError(403, FOR_FRONT_ENDS, code="forbidden", reason="not_a_front_end").response()
-        await answer(scope, receive, send)
-
-    return checked
-
-
-def app_of(
-    shared: Shared, table: Iterable[tuple[str, str, Callable[[Shared, Request], Awaitable[ASGIApp]]]]
-) -> Starlette:
-    """Return an app with a table of methods, paths and handlers, each of which gets what they share."""
-    routes = [Route(path, partial(handler, shared), methods=[method]) for method, path, handler in table]
-    handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path, Exception: _failed}
-    return Starlette(routes=routes, exception_handlers=handlers)

@@ -6,10 +6,11 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
+from symbiosis.base.allowance import TokenBucket
 from symbiosis.base.curve_keys import moment
 from symbiosis.base.secret_files import read_secret
 from symbiosis.errors import ConfigError
@@ -32,11 +33,9 @@ class Tenant:
     old_digest: bytes = b""  # of a key that is being exchanged; empty: there is none
     old_expires: float = inf  # in seconds since 1970
     requests: int = 0  # most under way; 0: any number
-    tokens_per_s: int = 0
+    tokens: TokenBucket = field(default_factory=lambda: TokenBucket(0, 0))
     may_change_adapters: bool = False
     under_way: int = 0
-    owed: float = 0.0  # tokens beyond what it may have, at `since`
-    since: float = 0.0
 
     def check(self, requests: int, now: float) -> None:
         """Raise `ApiError` if so many more requests are too many, or if the tenant owes tokens."""
@@ -48,63 +47,46 @@ class Tenant:
                 1.0,
                 "requests_of_key",
             )
-        if self.tokens_per_s:  # what is owed is paid as time passes; what is not used is kept for one second
-            self.owed = max(self.owed - (now - self.since) * self.tokens_per_s, -float(self.tokens_per_s))
-        self.since = now
-        if self.tokens_per_s and self.owed > 0:
-            message = f"this key may have {self.tokens_per_s} tokens per second"
-            raise too_many(message, self.owed / self.tokens_per_s, "tokens_of_key")
+        if self.tokens.per_s and (wait_s := self.tokens.wait_s(now)):
+            raise too_many(f"this key may have {self.tokens.per_s} tokens per second", wait_s, "tokens_of_key")
 
     def admit(self, requests: int, now: float, tokens: int = 0) -> "Admission":
         """Count so many requests as under way, and their tokens as spent, until they end, if they may be."""
         self.check(requests, now)
         self.under_way += requests
-        self.spend(tokens)
+        self.tokens.take(tokens)
         return Admission(self, requests, tokens)
 
-    def spend(self, tokens: int) -> None:
-        if self.tokens_per_s:
-            self.owed += tokens
 
-
+@dataclass
 class Admission:
-    """What a tenant has been let in with. What it has not used is given back at the end, whatever that is.
+    """What a tenant has been let in with, until it ends: so many requests, and as many tokens as they may come to.
 
-    >>> tenant = Tenant("anna", tokens_per_s=10)
+    >>> tenant = Tenant("anna", tokens=TokenBucket(10, 10))
     >>> admission = tenant.admit(1, now=0.0, tokens=100)
-    >>> admission.spend(30)
-    >>> admission.end()
-    >>> tenant.under_way, tenant.owed
+    >>> admission.end(used=30)
+    >>> tenant.under_way, tenant.tokens.owed
     (0, 30.0)
     """
 
-    def __init__(self, tenant: Tenant, requests: int, tokens: int) -> None:
-        self.tenant, self._requests, self._reserved = tenant, requests, tokens
-        self._at_end: list[Callable[[], None]] = []
+    tenant: Tenant
+    requests: int
+    reserved: int
+    at_end: list[Callable[[], None]] = field(default_factory=list)  # called once
 
-    def at_end(self, call: Callable[[], None]) -> None:
-        """Call this once, at the end."""
-        self._at_end.append(call)
+    def reserve(self, tokens: int) -> None:
+        """Count so many tokens as spent, instead of those so far."""
+        self.tenant.tokens.take(tokens - self.reserved)
+        self.reserved = tokens
 
-    def spend(self, tokens: int) -> None:
-        """Count tokens that came. Those that were reserved are counted already."""
-        reserved = min(tokens, self._reserved)
-        self._reserved -= reserved
-        self.tenant.spend(tokens - reserved)
-
-    def keep(self, tokens: int) -> None:
-        """Give back what was reserved beyond so many tokens."""
-        if tokens < self._reserved:
-            self.tenant.spend(tokens - self._reserved)
-            self._reserved = tokens
-
-    def end(self) -> None:
-        """Give everything back. It may be called again."""
-        self.keep(0)
-        self.tenant.under_way -= self._requests
-        self._requests = 0
-        while self._at_end:
-            self._at_end.pop()()
+    def end(self, used: int = 0) -> None:
+        """Give back everything but the tokens that were used. It may be called again."""
+        if self.requests:
+            self.tenant.tokens.take(used - self.reserved)
+            self.tenant.under_way -= self.requests
+            self.requests = 0
+        while self.at_end:
+            self.at_end.pop()()
 
 
 class Keys:
@@ -123,7 +105,7 @@ class Keys:
         self._file, self.clock, self._today = file, clock, today
         self.are_needed, self._processes = file is not None, processes
         self._still_old = set[bytes]()  # keys of which was logged that they are still in use
-        self._nobody = Tenant(may_change_adapters=True)
+        self.nobody = Tenant(may_change_adapters=True)  # everybody, where no keys are needed
         self._tenants: dict[str, Tenant] = {}
         self._stamp: tuple[int, int] | None = None
         self._looked = clock()
@@ -133,7 +115,7 @@ class Keys:
     def tenant(self, authorization: str | None) -> Tenant:
         """Return the tenant that has this key. The key is compared with all, and each comparison takes the same time whatever is in it."""
         if self._file is None:
-            return self._nobody
+            return self.nobody
         self._look()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
@@ -184,29 +166,29 @@ class Keys:
         read = read_keys(file)
         for tenant in read.values():
             tenant.requests = part_of(tenant.requests, self._processes)
-            tenant.tokens_per_s = part_of(tenant.tokens_per_s, self._processes)
+            tenant.tokens.per_s = tenant.tokens.saves = part_of(tenant.tokens.per_s, self._processes)
         return read
 
     def _take(self, read: dict[str, Tenant]) -> None:
         """Take over what was read. A tenant keeps the requests that it has under way."""
         for name, new in read.items():
             if old := self._tenants.get(name):
-                if not old.tokens_per_s or not new.tokens_per_s:  # without a limit nothing is owed, nor saved up
-                    old.owed = 0.0
-                for field in ("digest", "old_digest", "old_expires", "requests", "tokens_per_s", "may_change_adapters"):
-                    setattr(old, field, getattr(new, field))
+                if old.tokens.per_s and new.tokens.per_s:  # without a limit nothing is owed, nor saved up
+                    new.tokens.owed, new.tokens.since = old.tokens.owed, old.tokens.since
+                for each in ("digest", "old_digest", "old_expires", "requests", "tokens", "may_change_adapters"):
+                    setattr(old, each, getattr(new, each))
                 read[name] = old
         self._tenants = read
         logger.info("the API keys were read again: %d", len(read))
 
 
-def part_of(limit: int, processes: int) -> int:
+def part_of(limit: float, processes: int) -> int:
     """Return what each of some processes may let in, so that all of them keep a limit together. 0 is none.
 
     >>> part_of(7, 2), part_of(1, 2), part_of(0, 2)
     (3, 1, 0)
     """
-    return max(1, limit // processes) if limit else 0
+    return max(1, int(limit) // processes) if limit else 0
 
 
 def read_keys(file: Path) -> dict[str, Tenant]:
@@ -242,8 +224,10 @@ def _tenant(words: list[str], where: str) -> Tenant:
             tenant.old_digest = _digest_of(value, where)
         elif name == "old_key_expires":
             tenant.old_expires = _moment(value, where)
-        elif name in ("requests", "tokens_per_s") and NUMBER.fullmatch(value):
-            setattr(tenant, name, int(value))
+        elif name == "requests" and NUMBER.fullmatch(value):
+            tenant.requests = int(value)
+        elif name == "tokens_per_s" and NUMBER.fullmatch(value):
+            tenant.tokens = TokenBucket(int(value), int(value))
         else:
             raise ConfigError(f"{where}: {LINE}")
     if tenant.old_expires < inf and not tenant.old_digest:

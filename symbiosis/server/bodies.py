@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
@@ -32,16 +33,10 @@ class Bodies:
         self._longest_s, self._most, self._most_bytes = longest_s, most, most_bytes
         self._open: dict[asyncio.Timeout, OpenBody] = {}  # in the order of their coming
 
-    async def read(self, request: Request, most: int) -> bytes:
-        """Return the whole body, of at most so many bytes."""
+    async def read(self, request: Request, most: int, file: BinaryIO | None = None) -> bytes:
+        """Return the whole body, of at most so many bytes; nothing, if it is written to a file instead."""
         pieces = bytearray()
-        await self.pieces(request, most, pieces.extend, in_memory=True)
-        return bytes(pieces)
-
-    async def pieces(
-        self, request: Request, most: int, take: Callable[[bytes], object], in_memory: bool = False
-    ) -> None:
-        """Call `take` with each piece that comes, up to `most` bytes in all."""
+        take: Callable[[bytes], object] = pieces.extend if file is None else file.write
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
             raise _too_large(most)
@@ -58,7 +53,7 @@ class Bodies:
                             raise _too_large(most)
                         take(piece)
                         if limit in self._open:  # else it was chosen to end
-                            body.bytes = received * in_memory
+                            body.bytes = len(pieces)
                             limit.reschedule(ends + received / SLOWEST)
                             if len(self._open) > 1 and sum(e.bytes for e in self._open.values()) > self._most_bytes:
                                 self._end_one(self._bytes())
@@ -68,6 +63,7 @@ class Bodies:
             raise ApiError(408, f"the body did not come in time: {received} bytes of it did") from None
         except ClientDisconnect:
             raise ApiError(400, "the body broke off", reason="client_left") from None
+        return bytes(pieces)
 
     def _bytes(self) -> Counter[str]:
         """Return what the bodies take of the memory, by tenant."""

@@ -1,6 +1,7 @@
 """Rooms that tenants share, and that none of them can close to the others: for what waits in a front end, for the bytes that it holds, and for log probabilities."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 
 class FairShare:
@@ -37,6 +38,7 @@ class FairShare:
             del self._of[tenant]
 
 
+@dataclass
 class Lease:
     """What one request has of a room.
 
@@ -45,23 +47,23 @@ class Lease:
     (True, False, 4)
     """
 
-    def __init__(self, room: FairShare, tenant: str) -> None:
-        self._room, self._tenant = room, tenant
-        self.size = 0
+    room: FairShare
+    tenant: str
+    size: int = 0
 
     def take(self, more: int) -> bool:
         """Take so much more, if the tenant may."""
-        if may := self._room.has(self._tenant, more):
+        if may := self.room.has(self.tenant, more):
             self.keep(more)
         return may
 
     def keep(self, more: int) -> None:
         """Take so much more in any case."""
-        self._room.take(self._tenant, more)
+        self.room.take(self.tenant, more)
         self.size += more
 
     def give_back(self, less: int) -> None:
-        self._room.give_back(self._tenant, less)
+        self.room.give_back(self.tenant, less)
         self.size -= less
 
     def end(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 
 import msgspec
@@ -42,13 +43,14 @@ class Delta(msgspec.Struct, gc=False):
 HandOver = Callable[[Callable[[], list[Delta]]], bool]  # gets what reads what is new; whether it has read it
 
 
+@dataclass(slots=True)
 class Choice:
     """One completion under way."""
 
-    def __init__(self, index: int, text: Text, before: Sequence[int] = ()) -> None:
-        self.text, self.delta, self._told = text, Delta(index), len(before)
-        text.add(before)  # which was handed out elsewhere
-        self.finish: str | None = None
+    text: Text
+    delta: Delta
+    told: int  # tokens
+    finish: str | None = None
 
     def add(self, output: Output) -> bool:
         """Add tokens. Return whether there is something new to read."""
@@ -63,19 +65,12 @@ class Choice:
         delta.finish = self.finish
         return bool(new or self.finish)
 
-    def read(self) -> Delta:
-        delta, self.delta = self.delta, Delta(self.delta.choice)
-        self._told += len(delta.tokens)
-        delta.so_far = self._told
-        return delta
-
 
 class Generation:
     """Requests that are answered together, one for each prompt.
 
     Args:
         new_text: Makes the text of a completion.
-        spent: Called with how many tokens came.
         names: What the API calls fields of the engine's, by which it may refuse.
     """
 
@@ -84,10 +79,9 @@ class Generation:
         remote: EngineClient,
         requests: Sequence[Request],
         new_text: Callable[[], Text],
-        spent: Callable[[int], None],
         names: Mapping[str, str],
     ) -> None:
-        self._remote, self._spent, self._names = remote, spent, names
+        self._remote, self._names = remote, names
         self._record = this_request()
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.cached_tokens = 0
@@ -102,18 +96,21 @@ class Generation:
         self.choices = self.completions = self.most_tokens = 0  # completions: those under way
         self.prompts_of: list[int] = []  # tokens of each choice's prompt
         for request in requests:
-            self._open[request.id] = {
-                number: Choice(self.choices + number, new_text(), request.chosen_of(number))
-                for number in request.under_way
-            }
+            under_way = dict[int, Choice]()
+            for number in request.under_way:
+                choice = under_way[number] = Choice(new_text(), Delta(self.choices + number), 0)
+                if request.chosen:  # which was handed out elsewhere
+                    choice.text.add(request.chosen[number])
+                    choice.told = len(request.chosen[number])
+            if under_way:
+                self._open[request.id] = under_way
             self.prompts_of += [len(request.prompt)] * request.completions
             self.choices += request.completions
-            self.completions += len(request.under_way)
-            self.most_tokens += request.sampling.max_tokens * len(request.under_way)
+            self.completions += len(under_way)
+            self.most_tokens += request.sampling.max_tokens * len(under_way)
         self._record.choices, self._record.prompt_tokens = max(1, self.completions), self.prompt_tokens
-        self.requests = [request for request in requests if request.under_way]
+        self.requests = [request for request in requests if request.id in self._open]
         self.prompt_logprobs = sum(_prompt_logprobs(each) for each in self.requests if each.prompt_logprobs)
-        self._open = {request.id: self._open[request.id] for request in self.requests}
 
     def begin(self) -> None:
         """Begin all requests, or none."""
@@ -168,27 +165,27 @@ class Generation:
 
     def _read(self) -> list[Delta]:
         new, self._new = self._new, {}
-        return [choice.read() for choice in new.values()]
+        deltas = [choice.delta for choice in new.values()]
+        for choice in new.values():
+            choice.told += len(choice.delta.tokens)
+            choice.delta.so_far = choice.told
+            choice.delta = Delta(choice.delta.choice)
+        return deltas
 
     def _take(self, output: Output | ApiError) -> None:
         if isinstance(output, ApiError):
-            is_unknown = output.status == HTTPStatus.NOT_FOUND
-            unknown = unknown_model(self.requests[0].adapter or "", [self._remote.welcome.model])
-            self._fail(unknown if is_unknown else renamed(output, self._names))
-        elif (choice := self._open.get(output.request, {}).get(output.completion)) is None:
-            pass  # a stop string has ended it here, whatever becomes of it there
-        elif output.finish in FAILURES:
+            self._refused(output)
+            return
+        if (choice := self._open.get(output.request, {}).get(output.completion)) is None:
+            return  # a stop string has ended it here, whatever becomes of it there
+        if output.finish in FAILURES:
             status, message, reason = FAILURES[output.finish]
             retry_s = 1.0 if status == 503 else 0.0
             self._fail(ApiError(status, output.error or message, retry_s=retry_s, reason=reason))
-        else:
-            self._add(choice, output)
-
-    def _add(self, choice: Choice, output: Output) -> None:
+            return
         self.cached_tokens += output.cached_tokens
         self.completion_tokens += len(output.tokens)
         self._record.tokens(len(output.tokens), output.begun)
-        self._spent(len(output.tokens))
         if self.held is not None and not self.held.take(_logprobs(output.tokens)):
             self._fail(ApiError(503, NO_ROOM, retry_s=1.0, reason="share_of_key"))
             return
@@ -197,8 +194,10 @@ class Generation:
             for each in self._open[output.request].values():
                 each.delta.prompt_logprobs = packed
         if choice.add(output):
+            is_first = not self._new
             self._new[choice.delta.choice] = choice
-            self._remote.at_pause(self._tell)
+            if is_first:
+                self._remote.at_pause.append(self._tell)
         if choice.finish is not None:
             if output.finish is None:  # a stop string has ended it, of which the engine does not know
                 self._remote.stop(output.request, output.completion)
@@ -206,13 +205,18 @@ class Generation:
             del of_request[output.completion]
             if not of_request:
                 del self._open[output.request]
-            if not self._open:
-                self._record.end()
+            self._record.is_whole = not self._open
 
     def let_go(self, delta: Delta) -> None:
         """Give back the room of log probabilities that wait no more."""
         assert self.held is not None
         self.held.give_back(_logprobs(delta.tokens))
+
+    def _refused(self, error: ApiError) -> None:
+        """The engine has not begun a request."""
+        is_unknown = error.status == HTTPStatus.NOT_FOUND
+        unknown = unknown_model(self.requests[0].adapter or "", [self._remote.welcome.model])
+        self._fail(unknown if is_unknown else renamed(error, self._names))
 
     def _fail(self, failure: ApiError) -> None:
         self._failure = failure

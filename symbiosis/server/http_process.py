@@ -62,7 +62,7 @@ async def _watch(remote: EngineClient, engine: int) -> None:
 async def _end(server: uvicorn.Server, remote: EngineClient) -> None:
     drained = asyncio.create_task(remote.drained.wait())
     await asyncio.wait([drained, remote.ended], return_when=asyncio.FIRST_COMPLETED)
-    while remote.is_there and remote.under_way:
+    while remote.is_there and remote.requests:
         await asyncio.sleep(0.02)
     server.should_exit = True
 

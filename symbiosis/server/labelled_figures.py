@@ -19,7 +19,7 @@ class Labelled(Generic[Made]):
 
     >>> counts = Labelled(list, most=2)
     >>> for name in ("a", "b", "c", "b", "c", "c"):
-    ...     counts.of(("model", name)).append(name)
+    ...     counts.shown[counts.label(("model", name))].append(name)
     >>> counts.shown
     {('model', 'b'): ['b', 'b'], ('model', 'other'): ['c'], ('model', 'c'): ['c', 'c']}
 
@@ -39,10 +39,6 @@ class Labelled(Generic[Made]):
     def named(self) -> list[Key]:
         """Labels that have series of their own and may lose them."""
         return [key for key in self.shown if key[-1] != OTHER and key not in self._pinned]
-
-    def of(self, key: Key) -> Made:
-        """Return where to count something of this label, which counts as a use."""
-        return self.shown[self.label(key)]
 
     def label(self, key: Key) -> Key:
         """Return the label under which this one is counted. It counts as a use."""

@@ -1,9 +1,8 @@
-"""Answers that may take a while. When the reader hangs up, they end, and so does the work for them."""
+"""The answer to a completion, which may take a while: whole, or as a stream of events. When its reader hangs up, so does the work for it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -11,114 +10,109 @@ from starlette.types import Receive, Scope, Send
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.bodies import until_hung_up
 from symbiosis.server.generation import Delta, Generation
-from symbiosis.server.openai_protocol import Continuation, StreamOptions
-from symbiosis.server.response_format import Words, counted, usage
+from symbiosis.server.openai_protocol import Body
+from symbiosis.server.response_format import Fields, Words, counted, usage
 from symbiosis.server.sse import EVENTS, JSON, SseWriter
 
 FEW = 16  # choices, whose events are made together
+DONE = b"data: [DONE]\n\n"
 
 
 class LongReply:
-    """An answer with the whole of a generation.
+    """An answer with all of a generation.
 
     Args:
-        done: Called at the end, whatever it is.
+        body: Whether it is a stream, whose events may tell the usage of their choice so far, as vLLM's do; and what another server has told of it.
+        done: Called at the end, whatever it is, with how many tokens were used.
     """
 
-    def __init__(self, generation: Generation, words: Words, done: Callable[[], None]) -> None:
-        self._generation, self._words, self._done = generation, words, done
+    def __init__(self, generation: Generation, words: Words, body: Body, done: Callable[[int], None]) -> None:
+        self._generation, self._words, self._done, self._body = generation, words, done, body
+        self._head = words.head(words.chunk_kind if body.stream else words.kind)
+        options = body.stream_options
+        self._wants_usage = bool(options and options.include_usage)
+        self._tells_usage = bool(self._wants_usage and options and options.continuous_usage_stats)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(until_hung_up(receive))
         watch.add_done_callback(lambda _: self._generation.end())
+        writer = SseWriter(send, scope)
         try:
-            await self._answer(SseWriter(send, scope))
+            await (self._stream(writer) if self._body.stream else self._whole(writer))
         finally:
             watch.cancel()
             self._generation.end()
-            self._done()
+            self._done(self._generation.prompt_tokens + self._generation.completion_tokens)
 
-    async def _answer(self, outlet: SseWriter) -> None:
-        """Return all choices, each by its number."""
+    async def _whole(self, writer: SseWriter) -> None:
+        """Answer with all choices, each by its number."""
         whole = [Delta(number) for number in range(self._generation.choices)]
         async for deltas in self._generation.deltas():
             for delta in deltas:
                 _join(whole[delta.choice], delta)
-        if not self._generation.is_whole:
-            return
-        await outlet.start(JSON)
-        await outlet.take_all(self._words.whole(self._generation, whole), more=False)
+        if self._generation.is_whole:
+            await writer.start(JSON)
+            await writer.take(self._pieces(whole), more=False)
 
+    def _pieces(self, whole: list[Delta]) -> Iterator[bytes]:
+        """Yield the answer as JSON, each choice by itself: together they may be large."""
+        yield self._head
+        for number, delta in enumerate(whole):
+            yield b"," * (number > 0) + msgspec.json.encode(self._words.choice(delta))
+        yield b'],"usage":%b}' % msgspec.json.encode(usage(self._generation))
 
-class Stream(LongReply):
-    """An answer as events, one for whatever a choice has gained since the last one.
-
-    Args:
-        options: Whether the usage is told at the end, and in each event that of its choice so far, as vLLM does.
-        before: What another server has told of it.
-    """
-
-    def __init__(
-        self, generation: Generation, words: Words, done: Callable[[], None], options: StreamOptions | None = None,
-        before: Continuation | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(generation, words, done)
-        self._wants_usage = bool(options and options.include_usage)
-        self._tells_usage = bool(self._wants_usage and options and options.continuous_usage_stats)
-        self._begun = False
-        self._tells_tokens, self._opened = before is not None, before.opened if before else 0
-        self._frame = words.frame(self._wants_usage)
-        self._is_light = not words.logprobs and generation.choices <= FEW
-
-    async def _answer(self, outlet: SseWriter) -> None:
-        """Answer. An error before the first event is an answer of its own; a later one is an event."""
+    async def _stream(self, writer: SseWriter) -> None:
+        """Answer with an event for whatever a choice has gained since its last one. An error before the first event is an answer of its own; a
+        later one is an event."""
+        is_light = not self._words.logprobs and self._generation.choices <= FEW
         try:
             async for deltas in self._generation.deltas():
-                await self._begin(outlet)
-                await outlet.take_all(map(self._told, deltas))
-                self._generation.hand_over = partial(self._hand_over, outlet) if self._is_light else None
+                if not writer.has_begun:
+                    await self._begin(writer)
+                await writer.take(map(self._told, deltas))
+                self._generation.hand_over = partial(self._hand_over, writer) if is_light else None
         except ApiError as error:
-            if not self._begun:
+            if not writer.has_begun:
                 raise
             error.note()
-            await outlet.take(_event(error.body) + b"data: [DONE]\n\n", more=False)
+            await writer.take([b"data: %b\n\n" % msgspec.json.encode(error.body), DONE], more=False)
             return
-        await self._begin(outlet)
+        if not writer.has_begun:
+            await self._begin(writer)
         ending = b""
         if self._wants_usage:
-            ending = _event(self._words.chunk([], usage(self._generation), is_asked=True))
-        await outlet.take(ending + b"data: [DONE]\n\n", more=False)
+            ending = b'data: %b],"usage":%b}\n\n' % (self._head, msgspec.json.encode(usage(self._generation)))
+        await writer.take([ending, DONE], more=False)
 
-    def _hand_over(self, outlet: SseWriter, read: Callable[[], list[Delta]]) -> bool:
+    def _hand_over(self, writer: SseWriter, read: Callable[[], list[Delta]]) -> bool:
         """Send what is new at once, if that makes nobody wait."""
-        if outlet.is_free:
-            outlet.put(b"".join(map(self._told, read())))
+        if writer.is_free:
+            writer.put(b"".join(map(self._told, read())))
             return True
         return False
 
-    async def _begin(self, outlet: SseWriter) -> None:
+    async def _begin(self, writer: SseWriter) -> None:
         """Begin the stream with what comes before all tokens."""
-        if not self._begun:
-            self._begun = True
-            await outlet.start(EVENTS)
-            if first := list(self._words.first(self._generation.choices))[self._opened :]:
-                await outlet.take_all(self._event(choice, 0) for choice in first)
+        await writer.start(EVENTS)
+        if (opening := self._words.opening) is not None:
+            told = self._body.continuation.opened if self._body.continuation else 0
+            choices = range(told, self._generation.choices)
+            await writer.take(self._event({"index": index, **opening}, 0) for index in choices)
 
     def _told(self, delta: Delta) -> bytes:
         """Return the event of what a choice has gained."""
-        tokens = told_tokens(delta) if self._tells_tokens else b""
-        told = tokens + self._event(self._words.part(delta), delta.so_far)
+        told = self._event(self._words.part(delta), delta.so_far)
         if self._generation.held is not None:
             self._generation.let_go(delta)
-        return told
+        return told if self._body.continuation is None else told_tokens(delta) + told
 
-    def _event(self, choice: dict[str, Any], so_far: int) -> bytes:
-        """Return the event of a choice that has so many tokens with it."""
-        before, after = self._frame
+    def _event(self, choice: Fields, so_far: int) -> bytes:
+        """Return the event of a choice that has so many tokens with it. If the usage is asked for, each event has that field."""
+        after = b'],"usage":null}' if self._wants_usage else b"]}"
         if self._tells_usage:
             told = counted(self._generation.prompts_of[choice["index"]], so_far)
             after = b'],"usage":%b}' % msgspec.json.encode(told)
-        return b"data: %b%b%b\n\n" % (before, msgspec.json.encode(choice), after)
+        return b"data: %b%b%b\n\n" % (self._head, msgspec.json.encode(choice), after)
 
 
 def _join(whole: Delta, more: Delta) -> None:
@@ -126,15 +120,6 @@ def _join(whole: Delta, more: Delta) -> None:
     whole.tokens.extend(more.tokens)
     whole.prompt_logprobs = whole.prompt_logprobs or more.prompt_logprobs
     whole.finish = more.finish
-
-
-def _event(value: object) -> bytes:
-    """Return a server-sent event.
-
-    >>> _event({"a": 1})
-    b'data: {"a":1}\\n\\n'
-    """
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def told_tokens(delta: Delta) -> bytes:

@@ -1,14 +1,12 @@
-"""What all answers of a process go through: each request gets its id, is counted, and is told of in the log when it is refused; traces follow it."""
+"""What is told of requests when they end: figures, traces, and, of those that were refused, lines in the log."""
 
 import asyncio
 import logging
 from collections import Counter
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from symbiosis.server.labelled_figures import Labelled
-from symbiosis.server.request_record import STRANGER, RequestRecord, begin
+from symbiosis.server.request_record import STRANGER, RequestRecord
 from symbiosis.server.tracing import Tracing
 from symbiosis.serving.engine.engine_stats import BETWEEN_TOKENS_S, FIRST_TOKEN_S, WHOLE_S, Histogram
 from symbiosis.text import shown
@@ -17,7 +15,6 @@ logger = logging.getLogger("symbiosis")
 
 EVERY_S = 10.0  # between two lines about refusals of one kind
 LONGEST_WHY = 300  # characters
-ID_HEADER = b"x-request-id"
 
 
 class Series:
@@ -38,8 +35,10 @@ class Observer:
     """
 
     def __init__(self, tracing: Tracing | None = None, every_s: float = EVERY_S) -> None:
-        self._tracing, self._every_s = tracing, every_s
+        self.tracing, self._every_s = tracing, every_s
         self.answered = Counter[tuple[str, int]]()  # by path and status
+        self.completions = Counter[tuple[str, str]]()  # by model and tenant
+        self.tokens = Counter[tuple[str, str]]()
         self.tenants = Labelled(Series, pinned={(STRANGER,)})
         self.adapters = Labelled(Series)
         self._untold: dict[tuple[str, str], dict[str, Any]] = {}  # by reason and tenant: the last refusal since a line
@@ -50,31 +49,23 @@ class Observer:
         of_tenants = ((label[0], series.refused) for label, series in self.tenants.shown.items())
         return {(*kind, tenant): count for tenant, refused in of_tenants for kind, count in refused.items()}
 
-    def watch(self, app: ASGIApp) -> ASGIApp:
-        """Return an app whose requests are observed."""
-
-        async def observed(scope: Scope, receive: Receive, send: Send) -> None:
-            record = begin(scope["headers"])
-            record.observe = self._observe
-            is_traced = self._tracing is not None and scope["path"].startswith("/v1/")
-            span = self._tracing.begin(record, scope) if self._tracing and is_traced else None
-
-            async def told(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    record.status = message["status"]
-                    message["headers"] = [*message.get("headers", ()), (ID_HEADER, record.id.encode())]
-                    self.answered[_path(scope), record.status] += 1
-                await send(message)
-
-            try:
-                await app(scope, receive, told)
-            finally:
-                if record.reason:
-                    self.tell(record, path=_path(scope), client=(scope.get("client") or [""])[0])
-                if self._tracing and span is not None:
-                    self._tracing.end(record, span, _path(scope))
-
-        return observed
+    def end(self, record: RequestRecord, path: str, span: Any = None, client: str = "") -> None:
+        """Count a request that has ended, on a route, and tell of it if it was refused. `span`: its trace, if it has one."""
+        if record.model:
+            self.completions[record.model, record.tenant] += record.choices
+            self.tokens[record.model, record.tenant] += record.count
+        if record.first:
+            for labelled, key in ((self.tenants, (record.tenant,)), (self.adapters, (record.model, record.adapter))):
+                series = labelled.shown[labelled.label(key)]
+                series.first_token_s.observe(record.first - record.came)
+                if record.is_whole:
+                    series.whole_s.observe(record.last - record.came)
+                if record.is_whole and record.count > record.choices:
+                    series.token_s.observe((record.last - record.first) / (record.count / record.choices - 1))
+        if record.reason:
+            self.tell(record, path=path, client=client)
+        if self.tracing and span:
+            self.tracing.end(record, span, path)
 
     def tell(self, record: RequestRecord, **where: str) -> None:
         """Count a request that was refused or has failed, and tell of it in the log, but not so often that it fills."""
@@ -99,19 +90,3 @@ class Observer:
         """Tell of the last refusal of a kind, and how many there were since the last line."""
         if told := self._untold.pop(kind):
             self._log(kind, told)
-
-    def _observe(self, record: RequestRecord, is_over: bool) -> None:
-        """Count how long a request took until its first token, or its last."""
-        for series in (self.tenants.of((record.tenant,)), self.adapters.of((record.model, record.adapter))):
-            if not is_over:
-                series.first_token_s.observe(record.first - record.came)
-                continue
-            series.whole_s.observe(record.last - record.came)
-            if record.count > record.choices:
-                series.token_s.observe((record.last - record.first) / (record.count / record.choices - 1))
-
-
-def _path(scope: Scope) -> str:
-    """Return the path of a route, which are few."""
-    endpoint, app = scope.get("endpoint"), scope.get("app")
-    return next((route.path for route in app.routes if route.endpoint is endpoint), "other") if app else "other"

@@ -14,11 +14,12 @@ from symbiosis import __version__
 from symbiosis.base.folders import Use, temporary_folder, user_folder
 from symbiosis.build import build
 from symbiosis.server import openai_protocol, page
-from symbiosis.server.api_errors import ApiError, app_of, only_for, storing, unknown_model, wrong
+from symbiosis.server.api_app import Api
+from symbiosis.server.api_errors import ApiError, storing, unknown_model, wrong
 from symbiosis.server.api_keys import Admission
 from symbiosis.server.generation import Generation
 from symbiosis.server.ipc.engine_ipc import AdapterInfo
-from symbiosis.server.long_reply import LongReply, Stream
+from symbiosis.server.long_reply import LongReply
 from symbiosis.server.response_format import ChatWords, CompletionWords, Words
 from symbiosis.server.serving_state import ServingState
 from symbiosis.server.uploads import received
@@ -58,11 +59,12 @@ def make_app(front: ServingState) -> ASGIApp:
         ("GET", "/figures", figures),
         ("GET", "/", shown_page),
     ]
-    return front.observer.watch(only_for(front.hosts, front.remote.welcome.secret, app_of(front, table)))
+    return Api(front, table, front.remote.welcome.secret)
 
 
 async def completions(front: ServingState, request: Request) -> ASGIApp:
-    tenant = front.asking(request)
+    tenant = front.tenant(request)
+    tenant.check(1, front.keys.clock())
     data = await front.bodies.read(request, front.options.max_body_bytes)
     body = openai_protocol.read(openai_protocol.CompletionBody, data)
     if body.max_tokens == 0 and not body.echo:
@@ -70,7 +72,7 @@ async def completions(front: ServingState, request: Request) -> ASGIApp:
     given = front.prompts.several(body.prompt)
     most = 16 if body.max_tokens is None else body.max_tokens
     with front.admitted(tenant, body, len(given), most) as admission:
-        choices = len(given) * body.completions
+        choices = len(given) * body.n
         made = await front.made(request, tenant, len(data), choices, lambda: _completion(front, admission, body, given))
         return _reply(front, admission, body, *made)
 
@@ -83,27 +85,26 @@ def _completion(
     sampling = openai_protocol.sampling_of(body, most, body.logprobs)
     # without a token to make, only the prompt is computed
     scored = bool(body.echo) and (body.logprobs is not None or most == 0)
-    generation = front.generation(admission, body, prompts, sampling, scored)
+    generation = front.generation(admission, body, prompts, sampling, body.max_tokens is None, scored)
     echoes = []
     if body.echo:  # a text as it was given: its tokens may begin with one that the tokenizer has put there
         both = zip(given, prompts, strict=True)
         echoes = [each if isinstance(each, str) else front.tokenizer.decode(prompt) for each, prompt in both]
     skips = body.skip_special_tokens is not False
-    words = CompletionWords(
-        body.model, front.tokenizer, body.logprobs is not None, echoes, prompts, body.completions, skips
-    )
+    words = CompletionWords(body.model, front.tokenizer, body.logprobs is not None, echoes, prompts, body.n, skips)
     if body.continuation is not None:
         words.go_on(body.continuation)
     return words, generation
 
 
 async def chat(front: ServingState, request: Request) -> ASGIApp:
-    tenant = front.asking(request)
+    tenant = front.tenant(request)
+    tenant.check(1, front.keys.clock())
     data = await front.bodies.read(request, front.options.max_body_bytes)
     body = openai_protocol.read(openai_protocol.ChatBody, data)
     most = front.remote.welcome.most_tokens if body.wanted is None else body.wanted
     with front.admitted(tenant, body, 1, most) as admission:
-        made = await front.made(request, tenant, len(data), body.completions, lambda: _chat(front, admission, body))
+        made = await front.made(request, tenant, len(data), body.n, lambda: _chat(front, admission, body))
         return _reply(front, admission, body, *made)
 
 
@@ -115,24 +116,20 @@ def _chat(front: ServingState, admission: Admission, body: openai_protocol.ChatB
     words = ChatWords(body.model, front.tokenizer, bool(body.logprobs))
     if body.continuation is not None:
         words.go_on(body.continuation)
-    return words, front.generation(admission, body, prompts, sampling, False)
+    return words, front.generation(admission, body, prompts, sampling, body.wanted is None)
 
 
 def _reply(
     front: ServingState, admission: Admission, body: openai_protocol.Body, words: Words, generation: Generation
 ) -> ASGIApp:
     """Begin a generation, and return the answer, which ends it and what it was admitted with."""
-    front.check_room(admission.tenant, len(generation.requests), generation.completions)
     if generation.prompt_logprobs:
         front.hold(generation.prompt_logprobs, admission)
-    admission.tenant.spend(generation.prompt_tokens + generation.completion_tokens)
-    admission.keep(generation.most_tokens)
+    admission.reserve(generation.prompt_tokens + generation.completion_tokens + generation.most_tokens)
     if words.logprobs:
         front.hold_as_they_come(generation, admission)
     generation.begin()
-    if body.stream:
-        return Stream(generation, words, admission.end, body.stream_options, body.continuation)
-    return LongReply(generation, words, admission.end)
+    return LongReply(generation, words, body, admission.end)
 
 
 async def models(front: ServingState, request: Request) -> ASGIApp:
@@ -216,7 +213,7 @@ async def health(front: ServingState, request: Request) -> ASGIApp:
     remote = front.remote
     told: dict[str, object] = {
         "status": state,
-        "requests": remote.under_way,
+        "requests": len(remote.requests),
         "step_s": round(remote.step_s, 3),
         "build": build(),
         "fingerprint": remote.welcome.fingerprint,

@@ -2,24 +2,17 @@
 
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Optional, TypeVar
 
 import msgspec
 
 from symbiosis.server.api_errors import ApiError, wrong
 from symbiosis.server.json_costs import Most
 from symbiosis.server.openai_fields import DEFAULTS, OF_TEMPLATE, check_default
-from symbiosis.serving.engine.limits import (
-    COUNTS,
-    Unfit,
-    check_count,
-    check_length,
-    check_number,
-)
-from symbiosis.serving.request import Sampling
+from symbiosis.serving.engine.limits import COUNTS, LIMITS, Unfit, check_count, check_length
+from symbiosis.serving.request import MANY, Sampling
 
 BY_FORMAT = "Text by a JSON schema is asked for by response_format={'type': 'json_schema', ...}"
 BodyType = TypeVar("BodyType", bound="Body")
@@ -77,13 +70,16 @@ class Continuation(msgspec.Struct, forbid_unknown_fields=True):
 Whole = Annotated[
     int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)
 ]  # as it travels to the engine, which knows what it may be
+# the numbers by which a request is counted before the engine has seen it
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MANY)]
+Completions = Annotated[int, msgspec.Meta(ge=1, le=int(LIMITS["completions"].most))]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that both kinds of completions have."""
 
     model: str
-    max_tokens: int | None = None
+    max_tokens: Tokens | None = None
     min_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -93,8 +89,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    n: int | None = None
+    seed: Whole | None = None
+    n: Completions = 1
     stop: str | list[str] | None = None
     stop_token_ids: list[Whole] | None = None
     include_stop_str_in_output: bool | None = None
@@ -120,15 +116,6 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The strings that end a text. Empty ones end none."""
         return [each for each in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if each]
 
-    @property
-    def wanted(self) -> int | None:
-        """How many tokens a completion may have; None: the default."""
-        return self.max_tokens
-
-    @property
-    def completions(self) -> int:
-        return 1 if self.n is None else self.n
-
 
 class CompletionBody(Body, kw_only=True):
     """The body of POST /v1/completions."""
@@ -144,7 +131,7 @@ class ChatBody(Body, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -166,6 +153,7 @@ class ChatBody(Body, kw_only=True):
 
     @property
     def wanted(self) -> int | None:
+        """How many tokens a completion may have; None: the default."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -190,14 +178,16 @@ MOST = {  # what fields hold at most: it is counted before anything is made of t
 
 
 def read(kind: type[BodyType], data: bytes) -> BodyType:
-    """Read a body of this kind. Raises an `ApiError` that says what is wrong with it."""
+    """Read a body of this kind, in which null is as if it were not there. Raises an `ApiError` that says what is wrong with it."""
     as_written, large = _as_written(kind)
-    fields = msgspec.structs.asdict(decoded(as_written, data))
+    told = msgspec.structs.asdict(decoded(as_written, data))
+    fields = {name: value for name, value in told.items() if value is not None}
     for name, its_kind in large.items():
-        given = bytes(fields[name])
+        if not (given := bytes(fields.pop(name))):
+            continue
         if len(given) > LITTLE and not MOST[name].holds(given):
             raise wrong(f"{name} holds too much: at most {MOST[name]}", name)
-        fields[name] = decoded(its_kind, given, name) if given else None
+        fields[name] = decoded(its_kind, given, name)
     body = kind(**fields)
     _check(body)
     return body
@@ -210,9 +200,12 @@ def _as_written(kind: type[Body]) -> tuple[type[msgspec.Struct], dict[str, Any]]
     large = {each.name: each.type for each in there if each.name in MOST}
     fields: list[Any] = []
     for each in there:
-        what = msgspec.Raw if each.name in large else each.type
-        default = msgspec.Raw() if what is msgspec.Raw else None
-        fields.append((each.name, what) if each.required else (each.name, what, default))
+        if each.required:
+            fields.append((each.name, msgspec.Raw if each.name in large else each.type))
+        elif each.name in large or each.type is msgspec.Raw:
+            fields.append((each.name, msgspec.Raw, msgspec.Raw()))
+        else:
+            fields.append((each.name, Optional[each.type], None))  # noqa: UP045
     return msgspec.defstruct(kind.__name__, fields, kw_only=True, forbid_unknown_fields=True), large
 
 
@@ -241,6 +234,8 @@ def _named(text: str, field: str) -> ApiError:
         return wrong(f"the argument {found[1]} is missing", found[1])
     found = re.search(r"at `\$\.?([\w.\[\]]+)`", text)
     where = ".".join(filter(None, [field, found[1] if found else ""])).replace(".[", "[")
+    if bound := re.match(r"Expected `\w+` (>=|<=) (-?\d+)", text):
+        return wrong(f"{where} must be at {'least' if bound[1] == '>=' else 'most'} {bound[2]}", where or None)
     return wrong(f"wrong argument{field and f' {field}'}: {text}", where or None)
 
 
@@ -253,53 +248,33 @@ AS_ASKED = {
     "completions": "n",
 }  # what the API calls the engine's fields
 AS_CHAT = {**AS_ASKED, "prompt": "messages", "logprobs": "top_logprobs"}
-SIZES = {
-    "n": "completions",
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "seed": "seed",
-}  # checked here, as the engine calls them
 
 
-@contextmanager
-def refusing(names: dict[str, str] = AS_ASKED) -> Iterator[None]:
-    """Tell a client what the engine calls unfit, by the name that it has in the request."""
-    try:
-        yield
-    except Unfit as unfit:
-        name = names.get(unfit.param, unfit.param)
-        raise wrong(f"{name} {unfit.problem}", name) from None
-
-
-def check_sizes(body: Any) -> None:
-    """Check the numbers by which a request is counted before the engine has seen it."""
-    for name, checked in SIZES.items():
-        if (value := getattr(body, name, None)) is not None:
-            with refusing({checked: name}):
-                check_number(checked, value)
+def refused(unfit: Unfit, names: Mapping[str, str] = AS_ASKED) -> ApiError:
+    """Return what a client is told of what the engine calls unfit, by the name that it has in the request."""
+    name = names.get(unfit.param, unfit.param)
+    return wrong(f"{name} {unfit.problem}", name)
 
 
 def _check(body: Body) -> None:
     """Check the shape of a body: what belongs together, and how much there is. What numbers mean is the engine's to check."""
-    check_sizes(body)
     for name in DEFAULTS:
         if given := getattr(body, name, None):
             check_default(name, given)
-    with refusing():
+    try:
         _check_counts(body)
+    except Unfit as unfit:
+        raise refused(unfit) from None
     if body.stream_options is not None:
         _check_stream(body, body.stream_options)
-    if (
-        body.response_format is not None
-        and body.response_format.json_schema
-        and body.response_format.type != "json_schema"
-    ):
+    wanted = body.response_format
+    if wanted is not None and wanted.json_schema and wanted.type != "json_schema":
         raise wrong("response_format: a json_schema goes with the type json_schema", "response_format")
     if body.continuation is not None and not (body.stream and body.seed is not None):
         raise wrong("a continuation goes with stream=true and a seed", "continuation")
     if isinstance(body, ChatBody):
         _check_chat(body)
-    elif isinstance(body, CompletionBody) and body.best_of is not None and body.best_of != body.completions:
+    elif isinstance(body, CompletionBody) and body.best_of is not None and body.best_of != body.n:
         raise wrong("best_of is not supported beyond n: ask for n completions, and choose yourself", "best_of")
 
 

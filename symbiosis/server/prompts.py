@@ -10,9 +10,9 @@ import msgspec
 from symbiosis.errors import ConfigError
 from symbiosis.server.api_errors import ApiError, wrong
 from symbiosis.server.openai_fields import OF_TEMPLATE
-from symbiosis.server.openai_protocol import refusing
+from symbiosis.server.openai_protocol import refused
 from symbiosis.serving.engine.detokenize import chat_text, prompt_tokens
-from symbiosis.serving.engine.limits import check_tokens
+from symbiosis.serving.engine.limits import Unfit, check_tokens
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GIVEN = {"role", "content", "name", "tool_calls", "tool_call_id"}  # fields of messages that any template may be given
@@ -47,7 +47,8 @@ class Prompts:
             raise wrong(f"at most {self._most} prompts", "prompt")
         for each in several:
             if isinstance(each, str):
-                self._check_text(each, "prompt")
+                if len(each) > self.most_characters:
+                    raise too_long(self._longest, f"{len(each)} characters", "prompt")
             elif not isinstance(each, list):
                 raise wrong("a prompt is a text or a list of tokens; several are a list of them", "prompt")
             elif len(each) > self._longest:
@@ -60,8 +61,10 @@ class Prompts:
             return prompt_tokens(self._tokenizer, prompt)
         if not all(isinstance(token, int) for token in prompt):
             raise wrong("a prompt is a text or a list of tokens; several are a list of them", "prompt")
-        with refusing():
+        try:
             check_tokens("prompt", prompt, self._vocabulary)
+        except Unfit as unfit:
+            raise refused(unfit) from None
         return tuple(prompt)
 
     def of_chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[int, ...]:
@@ -72,7 +75,8 @@ class Prompts:
         unnamed = [message if message["role"] == "tool" else without(message, "name") for message in plain]
         if unnamed != plain and self._chat_text(unnamed, options) == text:
             raise wrong(NOT_SHOWN.format("name"), "messages")
-        self._check_text(text, "messages")
+        if len(text) > self.most_characters:
+            raise too_long(self._longest, f"{len(text)} characters", "messages")
         return tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def _chat_text(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
@@ -112,10 +116,6 @@ class Prompts:
         if content is not None or role != "assistant":
             told["content"] = _text_of(content)
         return told
-
-    def _check_text(self, text: str, name: str) -> None:
-        if len(text) > self.most_characters:
-            raise too_long(self._longest, f"{len(text)} characters", name)
 
 
 def too_long(longest: int, size: str, name: str) -> ApiError:

@@ -3,26 +3,23 @@
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
 
 from symbiosis.base.logs import request_id
 from symbiosis.serving.request import Sampling
 
 STRANGER = "unauthenticated"  # in the place of a tenant
-ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
+ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}")
 
 
 @dataclass(eq=False)
 class RequestRecord:
-    """What is known of a request so far. Times are those of the host's monotonic clock.
-
-    Args:
-        observe: Called at the first token, and, with true, when all completions have finished.
-    """
+    """What is known of a request so far. Times are those of the host's monotonic clock."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     trace_headers: dict[str, str] = field(default_factory=dict)  # that go with what is asked of others for it
@@ -40,7 +37,7 @@ class RequestRecord:
     first: float = 0.0  # its first token
     last: float = 0.0
     count: int = 0  # tokens
-    observe: "Callable[[RequestRecord, bool], None] | None" = None
+    is_whole: bool = False  # all of its completions have finished
 
     def refuse(self, status: int, reason: str, message: str) -> None:
         """Note why it is not answered as it was asked."""
@@ -53,16 +50,7 @@ class RequestRecord:
             return
         self.last, self.count = time.monotonic(), self.count + count
         self.begun = self.begun or begun
-        if not self.first:
-            self.first = self.last
-            if self.observe is not None:
-                self.observe(self, False)
-
-    def end(self) -> None:
-        """Note that all of its completions have finished."""
-        self.last = time.monotonic()
-        if self.observe is not None:
-            self.observe(self, True)
+        self.first = self.first or self.last
 
 
 _record: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
@@ -73,20 +61,19 @@ def this_request() -> RequestRecord:
     return _record.get() or RequestRecord()
 
 
-def begin(headers: Iterable[tuple[bytes, bytes]]) -> RequestRecord:
+def begin(headers: Headers) -> RequestRecord:
     """Return the record of a request with these headers, which is `this_request` until its task ends. Its id is the one of `X-Request-Id`,
     if that is one.
 
-    >>> begin([(b"x-request-id", b"abc-1")]).id, len(begin([(b"x-request-id", b"a b")]).id)
+    >>> begin(Headers({"X-Request-Id": "abc-1"})).id, len(begin(Headers({"X-Request-Id": "a b"})).id)
     ('abc-1', 32)
     """
-    found = {name: value for name, value in headers if name in (b"x-request-id", b"traceparent", b"tracestate")}
     record = RequestRecord()
-    if ID.fullmatch(given := found.get(b"x-request-id", b"")):
-        record.id = given.decode()
-    if TRACEPARENT.fullmatch(parent := found.get(b"traceparent", b"").decode("latin-1")):
+    if ID.fullmatch(given := headers.get("x-request-id", "")):
+        record.id = given
+    if TRACEPARENT.fullmatch(parent := headers.get("traceparent", "")):
         record.trace_headers["traceparent"] = parent
-        if TRACESTATE.fullmatch(state := found.get(b"tracestate", b"").decode("latin-1")):
+        if TRACESTATE.fullmatch(state := headers.get("tracestate", "")):
             record.trace_headers["tracestate"] = state
     _record.set(record)
     request_id.set(record.id)

@@ -2,8 +2,9 @@
 
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -17,6 +18,7 @@ Fields = dict[str, Any]
 _tokens = msgspec.msgpack.Decoder(tuple[Token, ...])
 
 
+@dataclass(eq=False)
 class Words:
     """What both kinds of completions have in common.
 
@@ -25,39 +27,28 @@ class Words:
     """
 
     kind, chunk_kind, prefix = "", "", ""
+    opening: ClassVar[Fields | None] = None  # with which each choice of a stream begins
 
-    def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
-        self.tokenizer, self.logprobs = tokenizer, logprobs
-        self._head: Fields = {"id": f"{self.prefix}-{this_request().id}", "created": int(time.time()), "model": model}
+    model: str
+    tokenizer: Any
+    logprobs: bool
+    before: Continuation | None = field(default=None, init=False)
 
     def go_on(self, before: Continuation) -> None:
         """Go on with an answer that another server has begun."""
-        self._head |= {"id": before.id, "created": before.created}
+        self.before = before
 
-    def whole(self, generation: Generation, deltas: list[Delta]) -> Iterator[bytes]:
-        """Yield the whole answer as JSON, each choice by itself: together they may be large."""
-        yield msgspec.json.encode({"object": self.kind, **self._head})[:-1] + b',"choices":['
-        for number, delta in enumerate(deltas):
-            yield b"," * (number > 0) + msgspec.json.encode(self.choice(delta))
-        yield b'],"usage":' + msgspec.json.encode(usage(generation)) + b"}"
+    def head(self, kind: str) -> bytes:
+        """Return how an answer begins, or each of its chunks.
 
-    def chunk(self, choices: list[Fields], usage: Fields | None = None, is_asked: bool = False) -> Fields:
-        """Return a chunk of a stream. If the stream's usage was asked for (`is_asked`), each chunk has that field."""
-        return {"object": self.chunk_kind, **self._head, "choices": choices, **({"usage": usage} if is_asked else {})}
-
-    def frame(self, is_asked: bool) -> tuple[bytes, bytes]:
-        """Return what stands before and after the one choice of each chunk.
-
-        >>> before, after = CompletionWords("m", None, False, [], [], 1).frame(is_asked=True)
-        >>> before[:27], before[-24:], after
-        (b'{"object":"text_completion"', b',"model":"m","choices":[', b'],"usage":null}')
+        >>> CompletionWords("m", None, False, [], [], 1).head("text_completion")[-24:]
+        b',"model":"m","choices":['
         """
-        before, after = msgspec.json.encode(self.chunk([], is_asked=is_asked)).rsplit(b"]", 1)
-        return before, b"]" + after
-
-    def first(self, choices: int) -> Iterator[Fields]:
-        """Return what a stream begins with."""
-        yield from ()
+        id, created = f"{self.prefix}-{this_request().id}", int(time.time())
+        if self.before is not None:
+            id, created = self.before.id, self.before.created
+        told = {"object": kind, "id": id, "created": created, "model": self.model}
+        return msgspec.json.encode(told)[:-1] + b',"choices":['
 
     def choice(self, delta: Delta) -> Fields:
         raise NotImplementedError
@@ -66,15 +57,17 @@ class Words:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class ChatWords(Words):
     """Answers of POST /v1/chat/completions."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def first(self, choices: int) -> Iterator[Fields]:
-        for index in range(choices):
-            start = {"role": "assistant", "content": ""}
-            yield {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
+    opening: ClassVar[Fields | None] = {
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
 
     def choice(self, delta: Delta) -> Fields:
         message = {"role": "assistant", "content": delta.text, "refusal": None}
@@ -118,6 +111,7 @@ class Places:
         return self.at + len(self._decoder.decode(b"", final=True))
 
 
+@dataclass(eq=False)
 class CompletionWords(Words):
     """Answers of POST /v1/completions.
 
@@ -129,21 +123,13 @@ class CompletionWords(Words):
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(
-        self,
-        model: str,
-        tokenizer: Any,
-        logprobs: bool,
-        echoes: list[str],
-        prompts: list[tuple[int, ...]],
-        completions: int,
-        skips: bool = True,
-    ) -> None:
-        super().__init__(model, tokenizer, logprobs)
-        self._echoes, self._prompts, self._completions, self._skips = echoes, prompts, completions, skips
-        self._shown_prompts: dict[int, Fields] = {}  # log probabilities, by prompt: all its completions show the same
-        self._places: dict[int, Places] = {}  # by completion
-        self._begun: set[int] = set()
+    echoes: list[str]
+    prompts: list[tuple[int, ...]]
+    completions: int
+    skips: bool = True
+    _shown_prompts: dict[int, Fields] = field(default_factory=dict, init=False)  # log probabilities, by prompt
+    _places: dict[int, Places] = field(default_factory=dict, init=False)  # by completion
+    _begun: set[int] = field(default_factory=set, init=False)  # completions whose prompt was shown
 
     def go_on(self, before: Continuation) -> None:
         super().go_on(before)
@@ -161,42 +147,41 @@ class CompletionWords(Words):
         index, text = delta.choice, delta.text
         places = self._places_in(index, [token.id for token in delta.tokens]) if self.logprobs else []
         shown = self._shown(delta.tokens, places) if self.logprobs else None
-        if self._echoes and index not in self._begun:
-            text = self._echoes[index // self._completions] + text
+        if self.echoes and index not in self._begun:
+            text = self.echoes[index // self.completions] + text
             if shown is not None:
                 before = self._shown_prompt(delta)
                 shown = {name: before[name] + shown[name] for name in shown}
-        if index not in self._begun:
             self._begin(index)
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": delta.finish}
 
     def _begin(self, index: int) -> None:
-        """Note that a completion is shown. What all of a prompt's have shown is not kept: of many prompts it would be much."""
+        """Note that a completion has shown its prompt. What all of a prompt's have shown is not kept: of many prompts it would be much."""
         self._begun.add(index)
-        number = index // self._completions
-        of_prompt = range(number * self._completions, (number + 1) * self._completions)
+        number = index // self.completions
+        of_prompt = range(number * self.completions, (number + 1) * self.completions)
         if self._begun.issuperset(of_prompt):
             self._shown_prompts.pop(number, None)
 
     def _shown_prompt(self, delta: Delta) -> Fields:
         """Return the log probabilities of the prompt's tokens. The first token has none, because nothing comes before it."""
-        number = delta.choice // self._completions
+        number = delta.choice // self.completions
         if number not in self._shown_prompts:
             told = _tokens.decode(delta.prompt_logprobs) if delta.prompt_logprobs else ()
-            prompt = self._prompts[number]
+            prompt = self.prompts[number]
             missing = [Token(id) for id in prompt[: len(prompt) - len(told)]]
             places = Places(0)
             starts = [places.of(bytes_of(self.tokenizer, id)) for id in prompt]
-            unseen = places.end() - len(self._echoes[number])  # characters of what the tokenizer has put in front
+            unseen = places.end() - len(self.echoes[number])  # characters of what the tokenizer has put in front
             self._shown_prompts[number] = self._shown([*missing, *told], [max(0, start - unseen) for start in starts])
         return self._shown_prompts[number]
 
     def _places_in(self, index: int, tokens: Sequence[int]) -> list[int]:
         """Return where these next tokens of a completion begin in its text."""
         if (places := self._places.get(index)) is None:
-            echo = len(self._echoes[index // self._completions]) if self._echoes else 0
+            echo = len(self.echoes[index // self.completions]) if self.echoes else 0
             places = self._places[index] = Places(echo)
-        silent = special_tokens(self.tokenizer) if self._skips else ()
+        silent = special_tokens(self.tokenizer) if self.skips else ()
         return [places.of(b"" if token in silent else bytes_of(self.tokenizer, token)) for token in tokens]
 
     def _shown(self, tokens: list[Token], places: list[int]) -> Fields:

@@ -2,35 +2,31 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import msgspec
-from starlette.requests import Request as HttpRequest
 
 from symbiosis.server import metrics
-from symbiosis.server.api_errors import ApiError, unknown_model, wrong
+from symbiosis.server.api_app import ApiState
+from symbiosis.server.api_errors import ApiError, busy, unknown_model, wrong
 from symbiosis.server.api_keys import Admission, Tenant
-from symbiosis.server.authentication import Authentication
-from symbiosis.server.bodies import Bodies, until_hung_up
 from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.generation import Generation
 from symbiosis.server.ipc.engine_client import EngineClient
 from symbiosis.server.ipc.engine_ipc import FrontOptions
-from symbiosis.server.ipc.tenant_threads import LARGE, MANY_CHOICES, TenantThreads
 from symbiosis.server.labelled_figures import Key
-from symbiosis.server.observer import Observer
-from symbiosis.server.openai_protocol import AS_ASKED, AS_CHAT, Body, ChatBody, Continuation, refusing
+from symbiosis.server.openai_protocol import AS_ASKED, AS_CHAT, Body, ChatBody, Continuation, refused
 from symbiosis.server.prompts import Prompts, too_long
 from symbiosis.server.request_record import this_request
 from symbiosis.server.tracing import Tracing
 from symbiosis.serving.engine.detokenize import Stop, Text
 from symbiosis.serving.engine.engine_stats import EngineStats
-from symbiosis.serving.engine.limits import check_chosen
+from symbiosis.serving.engine.limits import Unfit, check_chosen
 from symbiosis.serving.request import MANY, Request, Sampling
 
-Made = TypeVar("Made")
 MOST_PROMPT_LOGPROBS = 1 << 22  # log probabilities of prompts that answers under way have: each takes 16 bytes here
 MOST_LOGPROBS = 1 << 21  # of tokens that wait for the readers of answers: each takes 100 bytes
 
@@ -38,20 +34,19 @@ MOST_LOGPROBS = 1 << 21  # of tokens that wait for the readers of answers: each 
 OTHER_BASE = "the model has another base by now than the one that began this answer: ask again"
 
 
-class ServingState(Authentication):
+class ServingState(ApiState):
     """One engine, as clients see it."""
 
     def __init__(
         self, remote: EngineClient, tokenizer: Any, options: FrontOptions, tracing: Tracing | None = None
     ) -> None:
-        super().__init__(options.api_keys, options.host, options.allowed_hosts)
-        self.observer = Observer(tracing)
+        super().__init__(options.api_keys, options.host, options.allowed_hosts, tracing)
         self.remote, self.tokenizer, self.options = remote, tokenizer, options
         self.prompts = Prompts(tokenizer, remote.welcome.longest, remote.welcome.vocabulary, options.max_requests)
-        self.bodies = Bodies()
-        self._lanes = TenantThreads(4, "http-made")
         self.started = int(time.time())
-        self._prepared = 0  # completions that the engine has not been asked for yet
+        self._prepared = self._prompts = (
+            0  # completions that the engine has not been asked for yet, and of how many prompts
+        )
         self._prompt_logprobs, self._logprobs = FairShare(MOST_PROMPT_LOGPROBS), FairShare(MOST_LOGPROBS)
         remote.places = FairShare(max(2, options.max_requests))
         self._metrics: asyncio.Task[bytes] | None = None  # that are being made
@@ -97,47 +92,38 @@ class ServingState(Authentication):
         Args:
             tokens: How many a completion may have at most.
         """
-        completions = prompts * body.completions
+        completions = prompts * body.n
         if completions > self.options.max_requests:
             raise wrong(f"at most {self.options.max_requests} completions, and this would be {completions}", "n")
         if body.continuation is not None:
             if body.continuation.base not in ("", self.remote.welcome.fingerprint):
                 raise ApiError(409, OTHER_BASE, "continuation")
             _check_continuation(body.continuation, completions, self.remote.welcome.longest)
-        self.check_room(tenant, prompts, completions)
+        self._check_room(tenant, prompts, completions)
         most = min(tokens, self.remote.welcome.most_tokens)
         admission = tenant.admit(completions, self.keys.clock(), completions * most)
-        self._prepared += completions
+        self._prepared, self._prompts = self._prepared + completions, self._prompts + prompts
+        self.remote.places.take(tenant.name, completions)
         try:
             yield admission
         except BaseException:
             admission.end()
             raise
         finally:
-            self._prepared -= completions
+            self._prepared, self._prompts = self._prepared - completions, self._prompts - prompts
+            self.remote.places.give_back(tenant.name, completions)
 
-    def check_room(self, tenant: Tenant, requests: int, completions: int) -> None:
-        """Raise `ApiError` unless so many more requests may be under way. Where there are keys, none takes the last places from whoever comes
-        next, nor has them back before the engine has ended what had them."""
+    def _check_room(self, tenant: Tenant, prompts: int, completions: int) -> None:
+        """Raise `ApiError` unless so many more may be under way. Where there are keys, none takes the last places from whoever comes next, nor
+        has them back before the engine has ended what had them."""
         if self.keys.are_needed:
             if completions > (most := self.remote.places.alone):
                 raise wrong(f"at most {most} completions of one key, and this would be {completions}", "n")
             if not self.remote.places.has(tenant.name, completions):
-                raise ApiError(
-                    503,
-                    "this key has its part of what may be under way: try again later",
-                    retry_s=1.0,
-                    reason="share_of_key",
-                )
-        if self.remote.drained.is_set():
-            raise ApiError(503, "the server is ending: ask another one", retry_s=10.0, reason="ending")
-        if self.remote.under_way + requests > self.options.max_requests:
-            raise ApiError(
-                503,
-                f"{self.remote.under_way} requests are under way: try again later",
-                retry_s=1.0,
-                reason="overloaded",
-            )
+                raise busy("this key has its part of what may be under way", "share_of_key")
+        under_way = self._prompts + len(self.remote.requests)
+        if under_way + prompts > self.options.max_requests:
+            raise busy(f"{under_way} requests are under way", "overloaded")
 
     def hold(self, prompt_logprobs: int, admission: Admission) -> None:
         """Keep room for so many log probabilities of prompts until the admission ends. Raises `ApiError` if there is none."""
@@ -149,39 +135,14 @@ class ServingState(Authentication):
             )
         held = Lease(self._prompt_logprobs, admission.tenant.name)
         if not held.take(prompt_logprobs):
-            raise ApiError(
-                503,
-                "log probabilities of other prompts are under way: try again later",
-                retry_s=1.0,
-                reason="share_of_key",
-            )
-        admission.at_end(held.end)
+            raise busy("log probabilities of other prompts are under way", "share_of_key")
+        admission.at_end.append(held.end)
 
     def hold_as_they_come(self, generation: Generation, admission: Admission) -> None:
         """Have a generation keep room for the log probabilities of its tokens, until they are read or the admission ends; without room it
         fails."""
         generation.held = Lease(self._logprobs, admission.tenant.name)
-        admission.at_end(generation.held.end)
-
-    async def made(
-        self, request: HttpRequest, tenant: Tenant, size: int, choices: int, make: Callable[[], Made]
-    ) -> Made:
-        """Return what `make` makes of a body of so many bytes and choices. Of a large one it is made in a thread, so that nobody waits for it,
-        and only if the client still does."""
-        if size <= LARGE and choices <= MANY_CHOICES:
-            return make()
-        work = self._lanes.submit(tenant.name, make)
-        result: asyncio.Future[Made] = asyncio.wrap_future(work)
-        left = asyncio.create_task(until_hung_up(request.receive))
-        either: set[asyncio.Future[Any]] = {result, left}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not result.done():
-                raise ApiError(400, "the client has hung up", reason="client_left")
-            return result.result()
-        finally:
-            result.cancel()
-            left.cancel()
+        admission.at_end.append(generation.held.end)
 
     def tokens_for(self, prompts: list[tuple[int, ...]], wanted: int | None, default: int | None, name: str) -> int:
         """Return how many tokens a completion may have: `wanted` if they fit, else it is an error; by default as many as fit. (The engine
@@ -205,14 +166,15 @@ class ServingState(Authentication):
         body: Body,
         prompts: list[tuple[int, ...]],
         sampling: Sampling,
-        prompt_logprobs: bool,
+        may_be_shorter: bool,
+        prompt_logprobs: bool = False,
     ) -> Generation:
         """Return a generation that has not begun. To go on with a long one takes long."""
         before, record, model = body.continuation, this_request(), body.model
         if not model or len(model) > 256:
             raise unknown_model(model, [self.options.model])
         record.model, record.adapter, record.sampling = self.options.model, body.model, sampling
-        ended = before.ended_of(body.completions) if before else {}
+        ended = before.ended_of(body.n) if before else {}
         requests = [
             Request(
                 id=next(self.remote.ids),
@@ -220,30 +182,29 @@ class ServingState(Authentication):
                 sampling=sampling,
                 adapter=None if model == self.options.model else model,
                 tenant=admission.tenant.name,
-                completions=body.completions,
+                completions=body.n,
                 prompt_logprobs=prompt_logprobs,
-                may_be_shorter=body.wanted is None,
-                chosen=before.chosen(number, body.completions) if before else (),
+                may_be_shorter=may_be_shorter,
+                chosen=before.chosen(number, body.n) if before else (),
                 ended=ended.get(number, ()),
                 external_id=record.id,
             )
             for number, prompt in enumerate(prompts)
         ]
         if before is not None:  # text is made of its tokens before the engine has seen them
-            with refusing():
+            try:
                 for request in [each for each in requests if each.under_way]:
                     check_chosen(request, self.remote.welcome.vocabulary)
+            except Unfit as unfit:
+                raise refused(unfit) from None
         stops = [Stop(each) for each in body.stops]
         names = AS_CHAT if isinstance(body, ChatBody) else AS_ASKED
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             names = {**names, "max_tokens": "max_completion_tokens"}
         special, keeps = body.skip_special_tokens is False, bool(body.include_stop_str_in_output)
         silent = () if keeps else sampling.ending(self.remote.welcome.ends)
-
-        def text() -> Text:
-            return Text(self.tokenizer, stops, sampling.min_tokens, special, keeps, silent)
-
-        return Generation(self.remote, requests, text, admission.spend, names)
+        text = partial(Text, self.tokenizer, stops, sampling.min_tokens, special, keeps, silent)
+        return Generation(self.remote, requests, text, names)
 
 
 def _check_continuation(before: Continuation, completions: int, longest: int) -> None:

@@ -17,15 +17,26 @@ class SseWriter:
     """Where an answer goes. A piece that nobody has to wait for is `put`: it need not pass through all layers of the application."""
 
     def __init__(self, send: Send, scope: Scope) -> None:
-        self._send, self._is_sending = send, False
+        self._send, self._is_sending, self.has_begun = send, False, False
         self._connection: HttpConnection | None = scope.get("state", {}).get("connection")
 
     async def start(self, headers: Headers, status: int = 200) -> None:
+        self.has_begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def take(self, body: bytes, more: bool = True) -> None:
+    async def take(self, pieces: Iterable[bytes], more: bool = True) -> None:
+        """Send pieces, many small ones at once. Large ones are made when those before are sent, and others run between them."""
         self._is_sending = True
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        held, size = list[bytes](), 0
+        for piece in pieces:
+            held.append(piece)
+            size += len(piece)
+            if size > PIECE:
+                await self._send({"type": "http.response.body", "body": b"".join(held), "more_body": True})
+                await asyncio.sleep(0)
+                held, size = [], 0
+        if held or not more:
+            await self._send({"type": "http.response.body", "body": b"".join(held), "more_body": more})
         self._is_sending = False
 
     @property
@@ -37,16 +48,3 @@ class SseWriter:
         """Send a piece at once, if the writer is free."""
         assert self._connection is not None
         self._connection.send_piece(body)
-
-    async def take_all(self, pieces: Iterable[bytes], more: bool = True) -> None:
-        """Send pieces, many small ones at once. Large ones are made when those before are sent, and others run between them."""
-        held, size = list[bytes](), 0
-        for piece in pieces:
-            held.append(piece)
-            size += len(piece)
-            if size > PIECE:
-                await self.take(b"".join(held))
-                await asyncio.sleep(0)
-                held, size = [], 0
-        if held or not more:
-            await self.take(b"".join(held), more)

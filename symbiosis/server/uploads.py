@@ -26,7 +26,7 @@ async def received(bodies: Bodies, most: int, request: Request, folder: Path) ->
     """Write the two files of an adapter into `folder`. Their contents are checked when the adapter is loaded."""
     weights = folder / "adapter_model.safetensors"
     with weights.open("wb") as file:
-        await bodies.pieces(request, most, file.write)
+        await bodies.read(request, most, file)
     (folder / "adapter_config.json").write_text(await asyncio.to_thread(_config, weights))
 
 

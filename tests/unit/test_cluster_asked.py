@@ -12,12 +12,11 @@ from starlette.types import Message
 from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router import server_registry
 from symbiosis.cluster.router.completion_fields import MOST_PROMPTS, CompletionFields, _Fields
-from symbiosis.cluster.router.event_forms import Events, Form, Joined
-from symbiosis.cluster.router.joined_answer import JoinedAnswer
 from symbiosis.cluster.router.relay import Relay
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.protocol.cluster_state import Member
 from symbiosis.server.api_errors import ApiError
+from symbiosis.server.api_keys import Tenant
 from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.sse import SseWriter
 
@@ -52,6 +51,11 @@ def test_a_continuation_of_very_many_lists_is_refused_before_they_are_made() -> 
         CompletionFields(json.dumps({"prompt": "a", "stream": True, "seed": 1, "continuation": before}).encode())
 
 
+def relay_of(asked: CompletionFields) -> Relay:
+    held, admission = Lease(FairShare(1 << 20), ""), Tenant().admit(1, 0.0)
+    return Relay(ServerRegistry("none", {}), "/", {}, asked, RoutingRequest(model="m"), held, admission)
+
+
 @pytest.mark.parametrize("name", [name for name in _Fields.__struct_fields__ if name != "model"])
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_null_is_as_absent(name: str, is_chat: bool) -> None:
@@ -66,9 +70,7 @@ def test_nothing_is_made_for_choices_before_a_server_has_let_them_in() -> None:
     asked = CompletionFields(json.dumps({"prompt": ["a"] * MOST_PROMPTS, "n": 128}).encode())
     tracemalloc.start()
     try:
-        relay = Relay(
-            ServerRegistry("none", {}), "/", {}, asked, RoutingRequest(model="m"), Lease(FairShare(9), ""), print
-        )
+        relay = relay_of(asked)
         assert asked.sequences == 128 * MOST_PROMPTS and tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
@@ -99,8 +101,8 @@ def test_what_is_added_replaces_what_was_there() -> None:
         (b'{"a":' + b"[" * 10_000, "not JSON"),
         (b'{"model": "\xff"}', "not JSON"),
         (b'{"n": "2"}', "n`"),
-        (b'{"n": 0}', "n must be from 1 to 128"),
-        (b'{"n": 129}', "n must be from 1 to 128"),
+        (b'{"n": 0}', "n must be at least 1"),
+        (b'{"n": 129}', "n must be at most 128"),
         (b'{"max_tokens": -1}', "max_tokens must be"),
         (b'{"max_completion_tokens": 9999999999}', "max_completion_tokens must be"),
         (b'{"seed": 99999999999999999999}', "seed must be"),
@@ -119,23 +121,23 @@ ERROR = b'{"error":{"message":"no"}}'
 
 
 @pytest.mark.parametrize(
-    ("form", "status", "body"),
+    ("asked", "status", "body"),
     [
-        (Events(False), 200, EVENT + b"\n\ndata: " + ERROR + b"\n\ndata: [DONE]\n\n"),
-        (Joined(JoinedAnswer(False, 1, "cmpl-1", 1)), 500, ERROR),
+        (b'{"stream":true}', 200, EVENT + b"\n\ndata: " + ERROR + b"\n\ndata: [DONE]\n\n"),
+        (b"{}", 500, ERROR),
     ],
     ids=["stream", "whole"],
 )
-def test_an_error_in_the_middle_ends_the_answer(form: Form, status: int, body: bytes) -> None:
+def test_an_error_in_the_middle_ends_the_answer(asked: bytes, status: int, body: bytes) -> None:
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
         sent.append(message)
 
     async def answer() -> None:
-        outlet = SseWriter(send, {})
-        await form.give(outlet, [(EVENT, EVENT)])
-        await form.refused(outlet, 500, [], ERROR)
+        outlet, relay = SseWriter(send, {}), relay_of(CompletionFields(asked))
+        await relay._give(outlet, [EVENT])
+        await relay._failed(outlet, 500, [], ERROR)
 
     asyncio.run(answer())
     assert sent[0]["status"] == status and b"".join(each["body"] for each in sent[1:]) == body

@@ -48,7 +48,7 @@ def charged(answer: bytes, state: str, folder: Path) -> int:
     asyncio.run(ask())
     tenant = front.keys.tenant(KEY["Authorization"])
     assert not tenant.under_way
-    return round(tenant.owed + PER_S)  # it began with what one second brings
+    return round(tenant.tokens.owed + PER_S)  # it began with what one second brings
 
 
 @pytest.mark.parametrize(

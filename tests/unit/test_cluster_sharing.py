@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router.app import RouterState, make_app
 from symbiosis.cluster.router.completion_fields import CompletionFields
-from symbiosis.cluster.router.event_forms import Joined
 from symbiosis.cluster.router.relay import Relay
 from symbiosis.cluster.router.server_registry import MOST_WAITING, Seen, ServerRegistry
 from symbiosis.protocol.cluster_state import Member, Told
+from symbiosis.server.api_keys import Tenant
 from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.ipc.tenant_threads import LARGE
 from symbiosis.server.sse import SseWriter
@@ -91,7 +91,7 @@ def test_nobody_closes_the_waiting_room_to_others(front: RouterState) -> None:
 def test_what_waits_to_be_read_waits(front: RouterState) -> None:
     """A large body, while the threads that read such ones are taken."""
     free = threading.Event()
-    taken = [front._lanes.submit(name, free.wait) for name in "xy"]
+    taken = [front.threads.submit(name, free.wait) for name in "xy"]
 
     async def ask() -> None:
         asked = asyncio.create_task(told(front, "alice", prompt="a" * 2 * LARGE))
@@ -115,7 +115,15 @@ def test_an_answer_that_is_held_counts_like_a_body() -> None:
     event = b': 0 5 .\ndata: {"model":"m","choices":[{"index":0,"text":"%s"}]}' % (b"x" * 500)
     room, sent = FairShare(8000), list[Any]()
     held = Lease(room, "eve")
-    relay = Relay(ServerRegistry("none", {}), "/", {}, CompletionFields(b"{}"), RoutingRequest(model="m"), held, print)
+    relay = Relay(
+        ServerRegistry("none", {}),
+        "/",
+        {},
+        CompletionFields(b"{}"),
+        RoutingRequest(model="m"),
+        held,
+        Tenant().admit(1, 0.0),
+    )
 
     class Answer:
         async def piece(self) -> bytes:
@@ -132,7 +140,7 @@ def test_an_answer_that_is_held_counts_like_a_body() -> None:
     begun = time.monotonic()
     with pytest.raises(Exception, match="too large together"):
         asyncio.run(run())
-    assert isinstance(relay._form, Joined) and not sent and time.monotonic() - begun < 5
+    assert relay._joined is not None and not sent and time.monotonic() - begun < 5
     assert 3000 < held.size <= 4000
     held.end()
     assert room.has("eve", 4000)

@@ -1,11 +1,13 @@
 """Bodies that come slowly, in part or not at all: each has its time, and too many of them cost the slowest."""
 
 import asyncio
+import io
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from symbiosis.server.api_errors import ApiError
@@ -90,7 +92,7 @@ def test_too_many_of_one_key_cost_no_other_key(bounds: dict[str, int]) -> None:
         bodies = Bodies(**bounds)
 
         async def sent(tenant: str) -> bytes:
-            begin([]).tenant = tenant
+            begin(Headers()).tenant = tenant
             return await bodies.read(request(b"abcd", ends=False), 100)
 
         anna = asyncio.create_task(sent("anna"))
@@ -125,12 +127,10 @@ def test_who_comes_while_the_oldest_runs_out_of_time_is_read() -> None:
 
 def test_what_goes_to_the_disk_takes_none_of_the_memory() -> None:
     async def test() -> None:
-        bodies, pieces = Bodies(most_bytes=12), list[bytes]()
-        sent = [
-            asyncio.create_task(bodies.pieces(request(b"x" * 10, ends=False), 100, pieces.append)) for _ in range(3)
-        ]
+        bodies, file = Bodies(most_bytes=12), io.BytesIO()
+        sent = [asyncio.create_task(bodies.read(request(b"x" * 10, ends=False), 100, file)) for _ in range(3)]
         await asyncio.sleep(0.05)
-        assert len(pieces) == 3 and not any(task.done() for task in sent)
+        assert len(file.getvalue()) == 30 and not any(task.done() for task in sent)
         for task in sent:
             task.cancel()
 

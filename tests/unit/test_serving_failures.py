@@ -16,7 +16,7 @@ from symbiosis.cluster.plan import ModelPlan, Plan
 from symbiosis.cluster.router.app import RouterState, make_app
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.errors import ConfigError
-from symbiosis.server.api_errors import app_of
+from symbiosis.server.api_app import Api, ApiState
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
 from symbiosis.server.openai_api import make_app as make_server
 from symbiosis.server.serving_state import ServingState
@@ -25,8 +25,8 @@ from tests.secret_files import write_secret
 from tests.unit.test_serving_detokenize import bytes_tokenizer
 
 
-async def _break(shared: str, request: Request) -> ASGIApp:
-    raise OverflowError(shared)
+async def _break(state: ApiState, request: Request) -> ASGIApp:
+    raise OverflowError("secret")
 
 
 def _asked(app: ASGIApp, path: str, headers: Sequence[tuple[str, str]] = ()) -> httpx.Response:
@@ -45,7 +45,7 @@ def served(**options: Any) -> ASGIApp:
 
 
 def test_an_unexpected_error_is_told_without_what_it_says() -> None:
-    answer = _asked(app_of("secret", [("GET", "/x", _break)]), "/x")
+    answer = _asked(Api(ApiState(None), [("GET", "/x", _break)]), "/x")
     error = answer.json()["error"]
     assert answer.status_code == 500 and error["type"] == "server_error" and answer.headers["x-should-retry"] == "false"
     assert "OverflowError" in error["message"] and "secret" not in answer.text
@@ -53,8 +53,8 @@ def test_an_unexpected_error_is_told_without_what_it_says() -> None:
 
 def test_a_front_end_tells_of_one_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     front = RouterState(ServerRegistry("none", {}), None)
-    monkeypatch.setattr(front, "models", lambda: 1 // 0)
-    answer = _asked(make_app(front), "/health")
+    monkeypatch.setattr(front.view, "look", lambda: 1 // 0)
+    answer = _asked(make_app(front), "/v1/models")
     assert answer.status_code == 500 and "ZeroDivisionError" in answer.json()["error"]["message"]
     assert _asked(make_app(front), "/nothing").json()["error"]["type"] == "not_found_error"
 

@@ -93,7 +93,7 @@ def test_only_a_default_is_taken_of_what_is_not_supported(kind: type[Body]) -> N
 def test_nobody_chooses_a_tool_where_there_are_none(choice: Any) -> None:
     with pytest.raises(ApiError, match="tool_choice is not supported"):
         asked(ChatBody, tool_choice=choice)
-    assert asked(ChatBody, tool_choice="none", parallel_tool_calls=False).completions == 1
+    assert asked(ChatBody, tool_choice="none", parallel_tool_calls=False).n == 1
 
 
 @pytest.mark.parametrize(

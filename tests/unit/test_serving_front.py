@@ -46,7 +46,7 @@ def test_what_takes_long_is_made_in_a_thread(size: int, choices: int, in_thread:
         await asyncio.Event().wait()
 
     lanes = TenantThreads(2, "test-front")
-    front = cast(ServingState, SimpleNamespace(_lanes=lanes))
+    front = cast(ServingState, SimpleNamespace(threads=lanes))
     request, tenant = cast(Any, SimpleNamespace(receive=never)), cast(Any, SimpleNamespace(name="anna"))
     made = asyncio.run(ServingState.made(front, request, tenant, size, choices, threading.current_thread))
     assert (made is not threading.current_thread()) == in_thread
@@ -59,7 +59,7 @@ def keyed(tmp_path: Path, most: int) -> ServingState:
     file.write_text("eve eves-own-key\nbob bobs-own-key\n")
     file.chmod(0o600)
     welcome = EngineReady(model="demo", longest=64, most_tokens=64, vocabulary=8)
-    remote: Any = SimpleNamespace(welcome=welcome, drained=asyncio.Event(), under_way=0, places=None)
+    remote: Any = SimpleNamespace(welcome=welcome, drained=asyncio.Event(), requests={}, places=None)
     return ServingState(
         remote, bytes_tokenizer(), FrontOptions(model="demo", folder="", api_keys=str(file), max_requests=most)
     )
@@ -73,7 +73,7 @@ def test_what_is_prepared_waits(tmp_path: Path) -> None:
         return EngineStats(running=2, waiting=1)
 
     front.remote.ask, front.remote.completions = told, 5  # type: ignore[method-assign, misc]
-    body: Any = SimpleNamespace(completions=2, continuation=None)
+    body: Any = SimpleNamespace(n=2, continuation=None)
     with front.admitted(front.keys.tenant("Bearer eves-own-key"), body, 2, 1):
         found = asyncio.run(front.figures())
     assert (found.running, found.waiting) == (2, 7)
@@ -84,7 +84,7 @@ def test_what_is_prepared_waits(tmp_path: Path) -> None:
 def test_one_key_leaves_places_for_the_next(tmp_path: Path) -> None:
     front = keyed(tmp_path, most=12)
     eve, bob = (front.keys.tenant(f"Bearer {name}s-own-key") for name in ("eve", "bob"))
-    body: Any = SimpleNamespace(completions=1, continuation=None)
+    body: Any = SimpleNamespace(n=1, continuation=None)
     with pytest.raises(ApiError, match="at most 6 completions of one key") as error, front.admitted(eve, body, 7, 1):
         pass
     assert error.value.status == 400
@@ -103,6 +103,6 @@ def test_one_key_leaves_places_for_the_next(tmp_path: Path) -> None:
 
 def test_a_key_may_ask_however_few_requests_there_may_be(tmp_path: Path) -> None:
     front = keyed(tmp_path, most=1)
-    body: Any = SimpleNamespace(completions=1, continuation=None)
+    body: Any = SimpleNamespace(n=1, continuation=None)
     with front.admitted(front.keys.tenant("Bearer eves-own-key"), body, 1, 1) as admission:
         admission.end()

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 
+from symbiosis.base.allowance import TokenBucket
 from symbiosis.errors import ConfigError
+from symbiosis.server.api_app import ApiState
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.api_keys import LONGEST_FILE, Keys, Tenant, read_keys
-from symbiosis.server.authentication import Authentication
 from tests.secret_files import write_secret
 
 
@@ -73,18 +74,18 @@ OWN = (
 
 @pytest.mark.parametrize("headers", FOREIGN)
 def test_a_page_of_another_site_does_not_use_a_server_without_keys(headers: dict[str, str]) -> None:
-    for ask in (Authentication(None).tenant, Authentication(None).administrator):
+    for ask in (ApiState(None).tenant, ApiState(None).administrator):
         with refused(403):
             ask(sent(**headers))
 
 
 @pytest.mark.parametrize("headers", OWN)
 def test_its_own_page_and_programs_do(headers: dict[str, str]) -> None:
-    assert Authentication(None).tenant(sent(**headers)).name == ""
+    assert ApiState(None).tenant(sent(**headers)).name == ""
 
 
 def test_with_a_key_any_page_may_ask(file: Path) -> None:
-    assert Authentication(str(file)).tenant(sent(authorization="Bearer sk-anna-1234", **FOREIGN[0])).name == "anna"
+    assert ApiState(str(file)).tenant(sent(authorization="Bearer sk-anna-1234", **FOREIGN[0])).name == "anna"
 
 
 def test_a_tenant_has_so_many_requests_under_way() -> None:
@@ -117,16 +118,14 @@ def test_what_a_tenant_can_never_have_is_not_to_be_tried_again() -> None:
 
 
 def test_a_tenant_that_has_spent_its_tokens_waits_until_they_have_grown_again() -> None:
-    tenant = Tenant("anna", tokens_per_s=100)
-    tenant.admit(1, now=0.0)
-    tenant.spend(250)
+    tenant = Tenant("anna", tokens=TokenBucket(100, 100))
+    tenant.admit(1, now=0.0, tokens=250)
     with refused(429) as error:
         tenant.admit(1, now=1.0)
     assert error.value.retry_s == pytest.approx(1.5)
-    tenant.admit(1, now=2.5)
-    tenant.spend(150)
+    tenant.admit(1, now=2.5, tokens=150)
     tenant.admit(1, now=1000.0)  # no more than a second's worth is kept
-    assert tenant.owed == -100.0
+    assert tenant.tokens.owed == -100.0
 
 
 def test_a_changed_file_is_read_again_and_what_is_under_way_is_not_forgotten(file: Path) -> None:
@@ -270,8 +269,7 @@ def test_who_has_no_limit_owes_nothing(file: Path) -> None:
         clock.now += 5.0
         write_secret(file, f"{line}\n")
         assert keys.tenant("Bearer sk-anna-1234") is anna
-        if not anna.tokens_per_s:
-            long.spend(10)
-            long.end()
+        if not anna.tokens.per_s:
+            long.end(used=10)
     anna.admit(1, clock.now, tokens=10).end()
-    assert anna.tokens_per_s == 100
+    assert anna.tokens.per_s == 100

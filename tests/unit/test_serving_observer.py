@@ -169,7 +169,7 @@ def _is_status(number: int) -> bool:
 def test_labels_stay_few_and_nothing_is_counted_twice(names: list[int]) -> None:
     labelled: Labelled[list[int]] = Labelled(list, pinned={("0",)})
     for name in names:
-        labelled.of((str(name),)).append(name)
+        labelled.shown[labelled.label((str(name),))].append(name)
         assert len(labelled.named) <= MOST and len(labelled.shown) <= MOST + 2
     for (label,), counted in labelled.shown.items():
         assert label == OTHER or {str(each) for each in counted} == {label}
@@ -179,11 +179,11 @@ def test_a_label_that_is_used_most_gets_series_of_its_own_however_late_it_comes(
     now = [0.0]
     labelled: Labelled[list[str]] = Labelled(list, clock=lambda: now[0])
     for name in [str(n) for n in range(MOST)] * 10 + ["late"] * 30:
-        labelled.of((name,)).append(name)
+        labelled.shown[labelled.label((name,))].append(name)
     assert len(labelled.shown["late",]) == 11 and len(labelled.shown[OTHER,]) == 19
     now[0] = 10_000.0
     for number in range(3 * MOST_KNOWN):
-        labelled.of((f"new-{number}",))
+        labelled.label((f"new-{number}",))
     assert len(labelled._used) <= MOST_KNOWN + 1 and len(labelled.named) == MOST
     labelled.drop(("new-1",))
     labelled.drop(("never",))
@@ -198,9 +198,9 @@ def test_series_of_an_adapter_go_with_it(tmp_path: Path) -> None:
 
     async def ask() -> None:
         async with http(one) as web:
-            record = RequestRecord(tenant="", model="m", adapter="mine", observe=one.observer._observe)
+            record = RequestRecord(tenant="", model="m", adapter="mine", is_whole=True)
             record.tokens(3)
-            record.end()
+            one.observer.end(record, "/v1/completions")
             name = "symbiosis_cluster_adapter_time_to_first_token_seconds_count"
             assert await figures(web, name) == {("mine", "m"): 1}  # adapter, model
             (tmp_path / "mine" / "adapter_config.json").unlink()

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,10 +16,12 @@ from symbiosis.cluster.router.completion_fields import CompletionFields
 from symbiosis.cluster.router.relay import Relay
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.cluster.router.upstream import Lost, Upstream
+from symbiosis.server.api_keys import Tenant
 from symbiosis.server.connections import HttpConnection
 from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.generation import Generation
-from symbiosis.server.long_reply import Stream
+from symbiosis.server.long_reply import LongReply
+from symbiosis.server.openai_protocol import CompletionBody
 from symbiosis.server.response_format import CompletionWords
 from symbiosis.server.sse import SseWriter
 from symbiosis.serving.engine.detokenize import Text
@@ -34,7 +36,7 @@ class Remote:
 
     def __init__(self) -> None:
         self.take: Callable[[Output], None]
-        self._calls: dict[Callable[[], None], None] = {}
+        self.at_pause: list[Callable[[], None]] = []
 
     def submit(self, request: Request, take: Any) -> None:
         self.take = take
@@ -42,11 +44,8 @@ class Remote:
     def cancel(self, id: int) -> None:
         pass
 
-    def at_pause(self, call: Callable[[], None]) -> None:
-        self._calls[call] = None
-
     def pause(self) -> None:
-        calls, self._calls = self._calls, {}
+        calls, self.at_pause = self.at_pause, []
         for call in calls:
             call()
 
@@ -96,9 +95,10 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What a task has sent."""
     pieces, take = list[bytes](), SseWriter.take
 
-    async def noted(self: SseWriter, body: bytes, more: bool = True) -> None:
-        pieces.append(body)
-        await take(self, body, more)
+    async def noted(self: SseWriter, given: Iterable[bytes], more: bool = True) -> None:
+        several = list(given)
+        pieces.append(b"".join(several))
+        await take(self, several, more)
 
     monkeypatch.setattr(SseWriter, "take", noted)
     return pieces
@@ -109,12 +109,13 @@ def streaming(remote: Remote, tokens: int, choices: int = 1, knows_connection: b
         await receive()
         tokenizer = bytes_tokenizer()
         requests = [Request(id=1, prompt=(65,), sampling=Sampling(max_tokens=tokens), completions=choices)]
-        generation = Generation(remote, requests, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
+        generation = Generation(remote, requests, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
         generation.begin()
         words = CompletionWords("demo", tokenizer, False, [], [(65,)], choices)
+        body = CompletionBody(model="m", prompt="", stream=True)
         if not knows_connection:
             del scope["state"]["connection"]
-        await Stream(generation, words, lambda: None)(scope, receive, send)
+        await LongReply(generation, words, body, lambda used: None)(scope, receive, send)
 
     return app
 
@@ -170,7 +171,8 @@ def test_a_reader_who_takes_nothing_for_a_while_gets_it_all(taken: list[bytes]) 
 
 def relaying(answer: Upstream, view: ServerRegistry, lost: list[str]) -> tuple[Relay, ASGIApp]:
     asked = CompletionFields(b'{"stream": true}')
-    relay = Relay(view, "/", {}, asked, RoutingRequest(model="m"), Lease(FairShare(1 << 20), "eve"), lambda count: None)
+    held, admission = Lease(FairShare(1 << 20), "eve"), Tenant("eve").admit(1, 0.0)
+    relay = Relay(view, "/", {}, asked, RoutingRequest(model="m"), held, admission)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -179,7 +181,7 @@ def relaying(answer: Upstream, view: ServerRegistry, lost: list[str]) -> tuple[R
             await relay._stream(answer, outlet)
         except Lost as error:
             lost.append(str(error))
-            await outlet.take(b"", more=False)
+            await outlet.take([], more=False)
 
     return relay, app
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.generation import Choice, Delta, Generation
-from symbiosis.server.long_reply import Stream
-from symbiosis.server.openai_protocol import StreamOptions
+from symbiosis.server.long_reply import LongReply
+from symbiosis.server.openai_protocol import CompletionBody, StreamOptions
 from symbiosis.server.response_format import ChatWords, CompletionWords, Words, counted
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.engine.reader import Reader
@@ -24,6 +24,13 @@ TOKENS = 5
 USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
 
+class AtOnce(list[Callable[[], None]]):
+    """Calls that are not put off."""
+
+    def append(self, call: Callable[[], None]) -> None:
+        call()
+
+
 class Remote:
     """An engine's link that gives nothing by itself."""
 
@@ -31,12 +38,10 @@ class Remote:
         self.cancelled: list[int] = []
         self.stopped: list[tuple[int, int]] = []
         self.take: Callable[[Output], None]
+        self.at_pause = AtOnce()
 
     def submit(self, request: Request, take: Any) -> None:
         self.take = take
-
-    def at_pause(self, call: Callable[[], None]) -> None:
-        call()
 
     def cancel(self, id: int) -> None:
         self.cancelled.append(id)
@@ -45,11 +50,15 @@ class Remote:
         self.stopped.append((id, completion))
 
 
+def asked_for(options: StreamOptions | None = None) -> CompletionBody:
+    return CompletionBody(model="m", prompt="", stream=True, stream_options=options)
+
+
 async def streamed(take_s: Callable[[int], float]) -> tuple[Remote, list[bytes]]:
     """Stream some tokens to a reader that takes so long for each piece."""
     remote, taken, tokenizer = Remote(), list[bytes](), bytes_tokenizer()
     requests = [Request(id=1, prompt=(65,), sampling=Sampling(max_tokens=TOKENS))]
-    generation = Generation(remote, requests, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
+    generation = Generation(remote, requests, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
     generation.begin()
 
     async def send(message: Any) -> None:
@@ -62,7 +71,9 @@ async def streamed(take_s: Callable[[int], float]) -> tuple[Remote, list[bytes]]
         return {"type": "http.disconnect"}
 
     words = CompletionWords("demo", tokenizer, False, [], [(65,)], 1)
-    answer = asyncio.create_task(Stream(generation, words, lambda: None)({"type": "http"}, receive, send))
+    answer = asyncio.create_task(
+        LongReply(generation, words, asked_for(), lambda used: None)({"type": "http"}, receive, send)
+    )
     for number in range(TOKENS):
         finish = Finish.LENGTH if number == TOKENS - 1 else None
         remote.take(Output(request=1, tokens=(Token(66 + number),), finish=finish))
@@ -100,13 +111,13 @@ def test_each_event_counts_its_own_choice_and_prompt(words: Words) -> None:
             )
             for number in (1, 2)
         ]
-        generation = Generation(remote, asked, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
+        generation = Generation(remote, asked, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
         generation.begin()
 
         async def send(message: Any) -> None:
             taken.append(message.get("body", b""))
 
-        answer = Stream(generation, words, lambda: None, USAGE)
+        answer = LongReply(generation, words, asked_for(USAGE), lambda used: None)
         task = asyncio.create_task(answer({"type": "http"}, asyncio.Event().wait, send))  # type: ignore[arg-type]
         for tokens, finish in ((b"a", None), (b"bc", None), (b"d", Finish.LENGTH)):
             for number, completion in ((1, 0), (1, 1), (2, 0), (2, 1)):
@@ -149,7 +160,7 @@ async def _stopped() -> Remote:
     """Two completions, of which a stop string ends the second, and their greatest length the first."""
     remote, tokenizer = Remote(), bytes_tokenizer()
     requests = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS), completions=2)]
-    generation = Generation(remote, requests, lambda: Text(tokenizer, ["XY"]), lambda count: None, {})  # type: ignore[arg-type]
+    generation = Generation(remote, requests, lambda: Text(tokenizer, ["XY"]), {})  # type: ignore[arg-type]
     generation.begin()
     for completion, text in ((0, "a"), (1, "X"), (0, "b")):
         remote.take(Output(request=7, completion=completion, tokens=tuple(map(Token, text.encode()))))
@@ -181,11 +192,10 @@ def ends_within_a_character() -> Any:
 def test_a_stop_string_that_the_end_completes_is_why_the_text_ends(stop: str) -> None:
     finish, text = ("stop", "a") if stop == " " else ("length", "a \ufffd")
     outputs = Output(request=-1, tokens=(Token(0),)), Output(request=-1, tokens=(Token(1),), finish=Finish.LENGTH)
-    choice = Choice(0, Text(ends_within_a_character(), [stop]))
+    choice = Choice(Text(ends_within_a_character(), [stop]), Delta(0), 0)
     for output in outputs:
         choice.add(output)
-    delta = choice.read()
-    assert (delta.text, delta.finish) == (text, finish)
+    assert (choice.delta.text, choice.delta.finish) == (text, finish)
 
     class Remote:
         tokenizer, ends = ends_within_a_character(), frozenset[int]()
@@ -204,24 +214,12 @@ def test_a_stop_string_that_the_end_completes_is_why_the_text_ends(stop: str) ->
     assert (whole.text, whole.finish) == (text, finish)
 
 
-def test_tokens_are_spent_as_they_come() -> None:
-    async def test() -> list[int]:
-        remote, tokenizer, spent = Remote(), bytes_tokenizer(), list[int]()
-        asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS))]
-        Generation(remote, asked, lambda: Text(tokenizer), spent.append, {}).begin()  # type: ignore[arg-type]
-        for tokens in (b"ab", b"cde"):
-            remote.take(Output(request=7, tokens=tuple(map(Token, tokens))))
-        return spent
-
-    assert asyncio.run(test()) == [2, 3]
-
-
 def test_log_probabilities_that_find_no_room_end_their_own_answer() -> None:
     async def test() -> None:
         remote, tokenizer, room = Remote(), bytes_tokenizer(), FairShare(16)
         held = Lease(room, "eve")
         asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS, logprobs=1))]
-        generation = Generation(remote, asked, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
+        generation = Generation(remote, asked, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
         generation.held = held
         generation.begin()
         tokens = tuple(Token(token, -0.5, ((66, -0.5),)) for token in b"abcd")
@@ -242,7 +240,7 @@ def test_log_probabilities_wait_for_the_reader_of_a_stream_as_far_as_there_is_ro
         remote, tokenizer, taken = Remote(), bytes_tokenizer(), list[bytes]()
         held = Lease(FairShare(16), "eve")  # for four tokens
         asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=100, logprobs=1))]
-        generation = Generation(remote, asked, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
+        generation = Generation(remote, asked, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
         generation.held = held
         generation.begin()
         gate = asyncio.Event()
@@ -258,7 +256,9 @@ def test_log_probabilities_wait_for_the_reader_of_a_stream_as_far_as_there_is_ro
         if reads:
             gate.set()
         words = CompletionWords("demo", tokenizer, True, [], [(65,)], 1)
-        answer = asyncio.create_task(Stream(generation, words, lambda: None)({"type": "http"}, receive, send))
+        answer = asyncio.create_task(
+            LongReply(generation, words, asked_for(), lambda used: None)({"type": "http"}, receive, send)
+        )
         for number in range(20):
             finish = Finish.LENGTH if number == 19 else None
             remote.take(Output(request=7, tokens=(Token(66, -0.5, ((67, -0.5),)),), finish=finish))

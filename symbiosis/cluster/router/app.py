@@ -27,14 +27,11 @@ from symbiosis.cluster.router.server_registry import ServerRegistry, answer_of
 from symbiosis.cluster.router.upstream import Lost
 from symbiosis.executor.observe.process_figures import process_figures
 from symbiosis.server import page
-from symbiosis.server.api_errors import ApiError, app_of, only_for, storing, unknown_model, wrong
+from symbiosis.server.api_app import Api, ApiState
+from symbiosis.server.api_errors import ApiError, busy, storing, unknown_model, wrong
 from symbiosis.server.api_keys import Tenant
-from symbiosis.server.authentication import Authentication
-from symbiosis.server.bodies import Bodies
 from symbiosis.server.fair_share import FairShare, Lease
-from symbiosis.server.ipc.tenant_threads import LARGE, TenantThreads
 from symbiosis.server.metrics import observed
-from symbiosis.server.observer import Observer
 from symbiosis.server.request_record import this_request
 from symbiosis.server.tracing import Tracing
 from symbiosis.server.uploads import received
@@ -45,27 +42,20 @@ LONGEST_NAME = 256
 PREFIX = "symbiosis_cluster_"
 
 
-class RouterState(Authentication):
+class RouterState(ApiState):
     """What the routes share."""
 
     def __init__(
         self, view: ServerRegistry, api_keys: str | None, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = (),
         tracing: Tracing | None = None, processes: int = 1,
     ) -> None:  # fmt: skip
-        super().__init__(api_keys, host, allowed_hosts, processes)
-        self.view, self.bodies, self.observer = view, Bodies(), Observer(tracing)
-        self.completions = Counter[tuple[str, str]]()  # by model and tenant
-        self.tokens = Counter[tuple[str, str]]()
-        self.shown = ClusterPage(view)
-        self._lanes = TenantThreads(2, "front-read")
+        super().__init__(api_keys, host, allowed_hosts, tracing, processes, threads=2)
+        self.view, self.shown = view, ClusterPage(view)
         self._held = FairShare(MOST_HELD)  # bytes
-
-    def models(self) -> list[str]:
-        return self.view.told.models
 
     def model_of(self, name: str) -> tuple[str, str | None]:
         """Return the model that serves this name, and the adapter, None for the model itself."""
-        models = self.models()
+        models = self.view.told.models
         if name in models:
             return name, None
         if len(name) > LONGEST_NAME:
@@ -85,65 +75,33 @@ class RouterState(Authentication):
         except ApiError:
             return False
 
-    def asking(self, request: Request) -> Tenant:
-        """Return who asks for a completion. Raises `ApiError` before the body is read if this tenant may have none now, or if too many
-        wait."""
-        tenant = super().asking(request)
-        self._check_room(tenant, 1)
-        return tenant
-
-    def _check_room(self, tenant: Tenant, sequences: int) -> None:
+    def check_room(self, tenant: Tenant, sequences: int) -> None:
+        """Raise `ApiError` if too many requests wait."""
         if not self.view.room.has(tenant.name, sequences):
-            message = "too many requests wait for a server: try again later"
-            raise ApiError(503, message, retry_s=1.0, reason="share_of_key")
-
-    def _check_count(self, tenant: Tenant, model: str, sequences: int) -> None:
-        """Refuse what this tenant, or anybody, can never have."""
-        for most in (self.view.limits.get(tenant.name), self.view.most_sequences(model)):
-            if most is not None and sequences > most:
-                raise wrong(f"at most {most} completions, and this would be {sequences}", "n")
-
-    async def asked(self, request: Request, tenant: Tenant) -> CompletionFields:
-        """Read a body. What takes long to count is counted in a thread, in which each tenant has its turn."""
-        data, is_chat = await self.bodies.read(request, MOST_BYTES), request.url.path.endswith("/chat/completions")
-        if len(data) <= LARGE:
-            return CompletionFields(data, is_chat)
-        self.view.unread += 1
-        try:
-            return await asyncio.wrap_future(self._lanes.submit(tenant.name, lambda: CompletionFields(data, is_chat)))
-        finally:
-            self.view.unread -= 1
+            raise busy("too many requests wait for a server", "share_of_key")
 
     def relay(self, request: Request, tenant: Tenant, asked: CompletionFields) -> Relay:
         """Return the answer to a completion, if the tenant may have so many."""
         self.view.look()  # `shift` and `apply` hold from the next request on
         shares = self.view.told.aliases.get(asked.model)
         model, adapter = self.model_of(version_of(shares, random.random()) if shares else asked.model)
-        self._check_count(tenant, model, asked.sequences)
-        self._check_room(tenant, asked.sequences)
-        tokens, is_vain = asked.tokens + asked.most_tokens, self.view.is_vain(model, asked.longest)
+        sequences, longest = self.view.most(model)
+        for most in (self.view.limits.get(tenant.name, sequences), sequences):
+            if asked.sequences > most:
+                raise wrong(f"at most {most} completions, and this would be {asked.sequences}", "n")
+        self.check_room(tenant, asked.sequences)
+        tokens, is_vain = asked.tokens + asked.most_tokens, asked.longest > longest
         wish = RoutingRequest(
             model=model, adapter=adapter, sequences=asked.sequences, pages=0 if is_vain else tokens, tenant=tenant.name, is_vain=is_vain,
         )  # fmt: skip
-        held = Lease(self._held, tenant.name)
+        admission, held = tenant.admit(asked.sequences, self.keys.clock(), tokens), Lease(self._held, tenant.name)
+        admission.at_end.append(held.end)
         if not held.take(asked.size):
-            message = "what waits and runs is too large together: try again later"
-            raise ApiError(503, message, retry_s=1.0, reason="share_of_key")
-        try:
-            admission = tenant.admit(asked.sequences, self.keys.clock(), tokens=tokens)
-        except ApiError:
-            held.end()
-            raise
-        self.completions[model, tenant.name] += asked.sequences
+            admission.end()
+            raise busy("what waits and runs is too large together", "share_of_key")
         record = this_request()
         record.model, record.adapter, record.choices = model, adapter or model, asked.sequences
-
-        def done(was_let_in: bool, count: int) -> None:
-            admission.spend(asked.tokens * was_let_in + count)
-            admission.end()
-            self.tokens[model, tenant.name] += count
-
-        return Relay(self.view, request.url.path, _passed_on(request), asked, wish, held, done)
+        return Relay(self.view, request.url.path, _passed_on(request), asked, wish, held, admission)
 
     def drop_what_is_gone(self) -> None:
         """Count no more what adapters did that are gone."""
@@ -182,12 +140,20 @@ def make_app(front: RouterState) -> ASGIApp:
         ("GET", "/figures", figures),
         ("GET", "/", shown_page),
     ]
-    return front.observer.watch(only_for(front.hosts, "", app_of(front, table)))
+    return Api(front, table)
 
 
 async def completion(front: RouterState, request: Request) -> ASGIApp:
-    tenant = front.asking(request)
-    return front.relay(request, tenant, await front.asked(request, tenant))
+    tenant = front.tenant(request)
+    tenant.check(1, front.keys.clock())
+    front.check_room(tenant, 1)
+    data, is_chat = await front.bodies.read(request, MOST_BYTES), request.url.path.endswith("/chat/completions")
+    front.view.unread += 1
+    try:
+        asked = await front.made(request, tenant, len(data), 1, lambda: CompletionFields(data, is_chat))
+    finally:
+        front.view.unread -= 1
+    return front.relay(request, tenant, asked)
 
 
 async def models(front: RouterState, request: Request) -> ASGIApp:
@@ -207,7 +173,7 @@ async def _models(front: RouterState, request: Request) -> list[dict[str, Any]]:
     front.tenant(request)
     front.view.look()
     found: list[dict[str, Any]] = []
-    for model in front.models():
+    for model in front.view.told.models:
         for seen in front.view.seen.values():
             if seen.member.model == model and seen.state is State.READY:
                 try:
@@ -237,12 +203,12 @@ async def put_adapter(front: RouterState, request: Request) -> ASGIApp:
     front.view.look()
     adapter_uploads.check_new(front.view.told, model, name)
     folder = adapter_uploads.folder_for(front.view, model, name)
-    with storing(adapter_uploads.FOLDER.format(model or front.models()[0]), folder):
+    with storing(adapter_uploads.FOLDER.format(model or front.view.told.models[0]), folder):
         sent = adapter_uploads.new_folder(folder)
         try:
             await received(front.bodies, adapter_uploads.MOST_BYTES, request, sent)
             await adapter_uploads.install(
-                front.view, model or front.models()[0], folder, name, sent, _passed_on(request)
+                front.view, model or front.view.told.models[0], folder, name, sent, _passed_on(request)
             )
         except BaseException:
             shutil.rmtree(sent, ignore_errors=True)
@@ -273,7 +239,7 @@ async def health(front: RouterState, request: Request) -> ASGIApp:
     """Answer 200 if each model has a server that takes requests."""
     seen = front.view.seen.values()
     serving = {each.member.model for each in seen if each.state is State.READY}
-    missing = [model for model in front.models() if model not in serving] or ([] if seen else ["any model"])
+    missing = [model for model in front.view.told.models if model not in serving] or ([] if seen else ["any model"])
     told = {
         "status": f"no server of {missing[0]} is ready" if missing else "serving",
         "requests": sum(each.mine for each in seen),
@@ -358,7 +324,7 @@ class _Collected:
         moved = CounterMetricFamily(PREFIX + "moved", "Requests that left a server, by why.", labels=["why"])
         for why, count in view.moved.items():
             moved.add_metric([why], count)
-        of = {"completions": self._front.completions, "tokens": self._front.tokens}
+        of = {"completions": self._front.observer.completions, "tokens": self._front.observer.tokens}
         told = [_by_tenant(name, counts) for name, counts in of.items()]
         told += observed(PREFIX, self._front.observer)
         return [load, ready, members, others, waiting, moved, *told, *process_figures()]

@@ -10,7 +10,7 @@ import msgspec
 
 from symbiosis.server.api_errors import wrong
 from symbiosis.server.json_costs import without_texts
-from symbiosis.server.openai_protocol import MOST, Continuation, check_sizes, decoded
+from symbiosis.server.openai_protocol import MOST, Completions, Continuation, Tokens, Whole, decoded
 
 MOST_PROMPTS = 4096  # of a request
 MOST_CONTINUATION = 1 << 20  # bytes
@@ -24,25 +24,18 @@ class _Fields(msgspec.Struct):
     model: str = ""
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
-    n: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    n: Completions | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
     stream: bool | None = None
     stream_options: msgspec.Raw = msgspec.Raw()
-    seed: int | None = None
+    seed: Whole | None = None
     continuation: msgspec.Raw = msgspec.Raw()
 
     def raw(self, name: str) -> bytes:
         """Return a field as it is written; nothing if it is null."""
         found = bytes(getattr(self, name))
         return b"" if found == b"null" else found
-
-    def longest(self, is_chat: bool) -> int:
-        """Return how many tokens a completion may have."""
-        wanted = (
-            (self.max_completion_tokens, self.max_tokens, LONG_ANSWER) if is_chat else (self.max_tokens, SHORT_ANSWER)
-        )
-        return next(each for each in wanted if each is not None)
 
 
 class CompletionFields:
@@ -57,17 +50,21 @@ class CompletionFields:
 
     def __init__(self, data: bytes, is_chat: bool = False) -> None:
         fields = decoded(_Fields, data)
-        check_sizes(fields)  # in a server's words
         self.model, self.seed, self.is_stream = fields.model, fields.seed, bool(fields.stream)
         self.is_chat = is_chat
         chat = 1, len(fields.raw("messages")) // BYTES_PER_TOKEN
         prompts, tokens = chat if is_chat else _counts(fields.raw("prompt"))
-        completions = 1 if fields.n is None else fields.n
-        self.sequences = prompts * completions
+        self.sequences = prompts * (fields.n or 1)
         self.tokens = tokens  # of all prompts
-        self.longest = fields.longest(is_chat)
+        wanted = (
+            (fields.max_completion_tokens, fields.max_tokens, LONG_ANSWER)
+            if is_chat
+            else (fields.max_tokens, SHORT_ANSWER)
+        )
+        self.longest = next(each for each in wanted if each is not None)  # tokens of a completion
         self.most_tokens = self.sequences * self.longest
-        self.continuation = _continuation(fields.raw("continuation"))
+        before = fields.raw("continuation")
+        self.continuation = _continuation(before) if before else None
         self.may_be_streamed = not self.is_stream and not fields.raw("stream_options") and self.continuation is None
         self._begin = data.rstrip()[:-1].rstrip()
         self.size = len(self._begin)  # bytes
@@ -100,10 +97,10 @@ def _too_many() -> Exception:
     return wrong(f"at most {MOST_PROMPTS} prompts", "prompt")
 
 
-def _continuation(given: bytes) -> Continuation | None:
+def _continuation(given: bytes) -> Continuation:
     """Return how far another front end has come with it."""
     if len(given) > MOST_CONTINUATION:
         raise wrong(f"a continuation has at most {MOST_CONTINUATION} bytes", "continuation")
     if not MOST["continuation"].holds(given):
         raise wrong(f"continuation holds too much: at most {MOST['continuation']}", "continuation")
-    return decoded(Continuation, given, "continuation") if given else None
+    return decoded(Continuation, given, "continuation")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from symbiosis.base.logs import JsonLines, request_id
 from symbiosis.base.procs import parent_is_gone
 from symbiosis.build import build
-from symbiosis.cluster.placement import Fleet, PlacedServer, RoutingRequest, State, admit, is_vain
+from symbiosis.cluster.placement import Fleet, PlacedServer, RoutingRequest, State, admit
 from symbiosis.cluster.router.upstream import Lost, Upstream
 from symbiosis.errors import ConfigError
 from symbiosis.protocol.cluster_state import Member, Told, read_told, told_file
@@ -137,15 +138,11 @@ class ServerRegistry:
                 logger.warning("this front end goes on with what it knew: %s", error)
             self._stamp = stamp
 
-    def url(self, number: int) -> str:
-        """Return where a server answers. Raises `Lost` if it is gone."""
+    def member(self, number: int) -> Member:
+        """Return a server. Raises `Lost` if it is gone."""
         if (seen := self.seen.get(number)) is None:
             raise Lost("the server is gone")
-        return seen.member.url
-
-    def base(self, number: int) -> str:
-        """Return the fingerprint of the base that a server has; nothing if it is gone."""
-        return seen.member.fingerprint if (seen := self.seen.get(number)) is not None else ""
+        return seen.member
 
     @property
     def waiting(self) -> Counter[str]:
@@ -156,14 +153,11 @@ class ServerRegistry:
                 found[flight.wish.model] += flight.wish.sequences
         return found
 
-    def most_sequences(self, model: str) -> int | None:
-        """Return how many sequences of one request a server of a model takes; None if that is not known."""
-        most = [seen.member.most for seen in self.seen.values() if seen.member.model == model]
-        return max(most) if most and all(most) else None
-
-    def is_vain(self, model: str, tokens: int) -> bool:
-        """Whether no server of a model could make a completion of so many tokens."""
-        return is_vain((seen.told() for seen in self.seen.values() if seen.member.model == model), tokens)
+    def most(self, model: str) -> tuple[float, float]:
+        """Return how many sequences of one request, and how many tokens of one sequence, some server of a model takes: as far as that is known."""
+        servers = [seen for seen in self.seen.values() if seen.member.model == model]
+        sequences = max((seen.member.most or inf for seen in servers), default=inf)
+        return sequences, max((min(seen.tokens, seen.longest) for seen in servers), default=inf)
 
     async def place(self, flight: InFlight) -> None:
         """Wait until a server has room for a request, and count it there."""

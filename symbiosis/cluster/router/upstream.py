@@ -3,12 +3,12 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httptools
 
-from symbiosis.server.api_errors import SECRET_HEADER
+from symbiosis.server.api_app import SECRET_HEADER
 
 MOST_UNREAD = 256 << 10  # bytes; the server waits beyond that
 CONNECT_S = 2.0
@@ -28,40 +28,10 @@ class Lost(Exception):
     """The server has not answered the whole request."""
 
 
-class _Idle(asyncio.Protocol):
-    """A connection that waits for its next request."""
-
-    def __init__(self, url: str, transport: Any) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.url, self.transport, self.since = url, transport, self.loop.time()
-        _idle[url].append(self)
-
-    @classmethod
-    def taken(cls, url: str) -> Any:
-        """Return the transport that was used last, None if there is none."""
-        loop = asyncio.get_running_loop()
-        while waiting := _idle.get(url):
-            found = waiting.pop()
-            if found.loop is loop and loop.time() - found.since < IDLE_S and not found.transport.is_closing():
-                return found.transport
-            found.transport.abort()
-        return None
-
-    def data_received(self, data: bytes) -> None:
-        self.transport.abort()  # nobody has asked
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self in (waiting := _idle.get(self.url, [])):
-            waiting.remove(self)
-        if not waiting:
-            _idle.pop(self.url, None)
-
-
-_idle: defaultdict[str, list[_Idle]] = defaultdict(list)  # by server
-
-
 class Upstream(asyncio.Protocol):
-    """The answer to a request. Use `await Upstream.ask(...)`."""
+    """The answer to a request. Use `await Upstream.ask(...)`. When it is read, its connection waits for the next one."""
+
+    idle: ClassVar[defaultdict[str, list["Upstream"]]] = defaultdict(list)  # whose connections wait, by server
 
     def __init__(self, url: str, request: bytes) -> None:
         self._url, self._request = url, request
@@ -71,7 +41,9 @@ class Upstream(asyncio.Protocol):
         self.unread, self._news = bytearray(), asyncio.Event()
         self.hand_over: Callable[[], bool] | None = None  # whether it has read what is unread
         self._is_whole = self._is_paused = self._may_be_kept = self._is_awaited = False
+        self._idle_since = 0.0
         self._lost: str | None = None
+        self._loop: asyncio.AbstractEventLoop
         self._transport: Any = None
 
     @classmethod
@@ -80,11 +52,17 @@ class Upstream(asyncio.Protocol):
         lines = {"Host": urlsplit(url).netloc, "Content-Length": str(len(body)), **_ours, **headers}
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         answer = cls(url, f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-        if (transport := _Idle.taken(url)) is None:
+        answer._loop, waiting = asyncio.get_running_loop(), cls.idle[url]
+        while waiting and answer._transport is None:  # the one that was used last
+            last = waiting.pop()
+            is_new = last._loop is answer._loop and answer._loop.time() - last._idle_since < IDLE_S
+            if is_new and not last._transport.is_closing():
+                answer._may_repeat, answer._transport = True, last._transport
+                answer._transport.set_protocol(answer)
+            else:
+                last._transport.abort()
+        if answer._transport is None:
             await answer._connect()
-        else:
-            answer._may_repeat, answer._transport = True, transport
-            transport.set_protocol(answer)
         answer._transport.write(answer._request)
         return answer
 
@@ -92,8 +70,7 @@ class Upstream(asyncio.Protocol):
         parts = urlsplit(self._url)
         try:
             async with asyncio.timeout(CONNECT_S):
-                loop = asyncio.get_running_loop()
-                await loop.create_connection(lambda: self, str(parts.hostname), parts.port or 80)
+                await self._loop.create_connection(lambda: self, str(parts.hostname), parts.port or 80)
         except OSError as error:  # which a timeout is, too
             raise Lost(f"{self._url} cannot be reached: {error}") from None
 
@@ -140,15 +117,16 @@ class Upstream(asyncio.Protocol):
 
     def lose(self, why: str) -> None:
         """Give it up: whoever waits for it goes elsewhere. If it is whole, its connection is used again."""
+        if self._idle_since:
+            return
         self._may_repeat = False
         transport, self._transport = self._transport, None
-        is_reusable = (
-            self._is_whole and self._may_be_kept and not self._is_paused and len(_idle.get(self._url, ())) < MOST_IDLE
-        )
-        if is_reusable and transport is not None and not transport.is_closing():
-            transport.set_protocol(_Idle(self._url, transport))
-            return
         if transport is not None:
+            waiting, may_be_kept = self.idle[self._url], self._is_whole and self._may_be_kept and not self._is_paused
+            if may_be_kept and len(waiting) < MOST_IDLE and not transport.is_closing():
+                self._transport, self._idle_since = transport, self._loop.time()
+                waiting.append(self)
+                return
             transport.abort()
         self._end(why)
 
@@ -169,6 +147,9 @@ class Upstream(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        if self._idle_since:
+            self._transport.abort()  # nobody has asked
+            return
         self._may_repeat = False
         try:
             self._parser.feed_data(data)
@@ -179,6 +160,10 @@ class Upstream(asyncio.Protocol):
             self._news.set()
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._idle_since and self in (waiting := self.idle[self._url]):
+            waiting.remove(self)
+            if not waiting:
+                del self.idle[self._url]
         self._end("the connection broke")
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -62,11 +62,13 @@ class EngineClient(asyncio.Protocol):
         self._is_ready: asyncio.Future[None] = loop.create_future()
         self._transport: asyncio.Transport
         self._unread = bytearray()  # the beginning of a message
-        self._at_pause = dict[Callable[[], None], None]()
+        self.at_pause = list[Callable[[], None]]()  # called once, when all outputs that lie there are handed out
         self._pulse, self.step_s, self.is_silent = Pulse(), 0.0, False
         self.room = self.tokens = 0
         self.ids = count(1)  # of requests and questions
-        self._requests: dict[int, OpenRequest] = {}
+        self.requests: dict[
+            int, OpenRequest
+        ] = {}  # that the engine has not ended, also those that nobody wants any more
         self.places = FairShare(sys.maxsize)  # what tenants have of it: completions of those requests
         self._asked: dict[int, asyncio.Future[Answer]] = {}
 
@@ -82,27 +84,24 @@ class EngineClient(asyncio.Protocol):
         return not self.ended.done()
 
     @property
-    def under_way(self) -> int:
-        """Requests that the engine has not ended, also those that nobody wants any more."""
-        return len(self._requests)
-
-    @property
     def completions(self) -> int:
         """Completions of those requests that have not finished."""
-        return sum(asked.left for asked in self._requests.values())
+        return sum(asked.left for asked in self.requests.values())
 
     def submit(self, request: Request, on_output: OnOutput) -> None:
         """Begin a request. `on_output` is called with what comes, or once with an error."""
         if self.ended.done():
             raise gone()
+        if self.drained.is_set():
+            raise ApiError(503, "the server is ending: ask another one", retry_s=10.0, reason="ending")
         completions = len(request.under_way)
-        self._requests[request.id] = OpenRequest(request, on_output, completions, completions)
+        self.requests[request.id] = OpenRequest(request, on_output, completions, completions)
         self.places.take(request.tenant, completions)
         self._tell(Submit(request))
 
     def cancel(self, id: int) -> None:
         """End a request: nothing of it is handed out any more."""
-        asked = self._requests.get(id)
+        asked = self.requests.get(id)
         if asked is not None and asked.take is not None:
             asked.take = None
             self._tell(Cancel(id))
@@ -127,10 +126,6 @@ class EngineClient(asyncio.Protocol):
             raise ApiError(told.status, told.error)
         return msgspec.msgpack.decode(told.result, type=kind)
 
-    def at_pause(self, call: Callable[[], None]) -> None:
-        """Call something once, when all outputs that lie there are handed out."""
-        self._at_pause[call] = None
-
     def _tell(self, message: ToEngine) -> None:
         """Send a message. If the engine has ended, nothing is sent, and `connection_lost` is called."""
         if not self._transport.is_closing():
@@ -151,7 +146,7 @@ class EngineClient(asyncio.Protocol):
             at += LENGTH.size + length
             self._take(from_engine.decode(self._unread[at - length : at]))
         del self._unread[:at]
-        calls, self._at_pause = self._at_pause, {}
+        calls, self.at_pause = self.at_pause, []
         for call in calls:
             call()
 
@@ -159,7 +154,7 @@ class EngineClient(asyncio.Protocol):
         self.ended.set_result(None)
         if not self._is_ready.done():
             self._is_ready.set_exception(EOFError("the engine ended before it was ready"))
-        for asked in [self._over(id) for id in list(self._requests)]:
+        for asked in [self._over(id) for id in list(self.requests)]:
             if asked is not None and asked.take is not None:
                 asked.take(gone())
         for answer in self._asked.values():
@@ -196,7 +191,7 @@ class EngineClient(asyncio.Protocol):
             self._is_ready.set_result(None)
 
     def _give(self, output: Output) -> None:
-        if (asked := self._requests.get(output.request)) is None:
+        if (asked := self.requests.get(output.request)) is None:
             return
         asked.left -= output.finish is not None
         if not asked.left:
@@ -213,7 +208,7 @@ class EngineClient(asyncio.Protocol):
 
     def _over(self, id: int) -> OpenRequest | None:
         """Forget a request that the engine has ended."""
-        asked = self._requests.pop(id, None)
+        asked = self.requests.pop(id, None)
         if asked is not None:
             self.places.give_back(asked.request.tenant, asked.completions)
         return asked

@@ -91,15 +91,17 @@ class Text:
             if token in self._silent:
                 continue
             self._tokens.append(token)
-            out += self._release(self._whole_characters())
+            new = self._whole_characters()
+            out += self._release(new) if self._stops else new
         return out
 
     def end(self) -> str:
         """Return what was held back, because no more tokens come."""
         if self.stopped:
             return ""
-        out = self._release(self._decoded(len(self._tokens)))
-        out, self._held = out + self._held, ""
+        new = self._decoded(len(self._tokens)) if self._read < len(self._tokens) else ""
+        out = self._release(new) + self._held if self._stops else new
+        self._held = ""
         return out
 
     def _whole_characters(self) -> str:
@@ -140,6 +142,7 @@ class Text:
 Decode = Callable[[list[int], bool], str]
 
 
+@lru_cache(maxsize=8)
 def decoder(tokenizer: Any) -> Decode:
     """Return what makes text of tokens, without the special ones or with them. Where transformers only hands tokens on to the tokenizer in
     Rust, that one is asked at once, which takes a quarter of the time."""
