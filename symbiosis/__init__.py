@@ -28,7 +28,7 @@ _WHERE = {
     "Executor": "symbiosis.executor.embedded",
     "SymbiosisError": "symbiosis.errors",
 }
-_PACKAGES = ("serving",)  # with public names of their own
+_PACKAGES = ("serving", "training")  # with public names of their own
 __all__ = [
     "Executor",
     "Noise",
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from symbiosis import serving as serving
+    from symbiosis import training as training
     from symbiosis.client.capture import capture
     from symbiosis.client.from_executor import from_executor
     from symbiosis.client.privacy.noise import Noise

@@ -73,3 +73,15 @@ def test_the_program_with_an_engine_runs(capsys: pytest.CaptureFixture[str]) -> 
     (program,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "serving.Engine(" in each]
     exec(compile(program, "docs/serving.md", "exec"), {})
     assert "length ['python', 'shout', 'whisper']" in capsys.readouterr().out
+
+
+def test_the_program_that_trains_many_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(program, "docs/training.md", "exec"), {})
+    losses = [list(map(float, line.split())) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 3 and all(a > b for a, b in zip(losses[0], losses[2], strict=True))
+    assert (tmp_path / "adapter/adapter_model.safetensors").is_file()

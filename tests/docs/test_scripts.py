@@ -438,6 +438,16 @@ def test_bars_of_exact_serving(script: Callable) -> None:
     assert wrong == [0]
 
 
+def test_bars_of_exact_training(script: Callable) -> None:
+    """Whatever is off, is found."""
+    exact = script("train_exact")
+    a, b = (torch.tensor([1.0, -4.0]) for _ in range(2))
+    mine, alone = (exact.Trained([2.0], [each], {"lora_A": each.clone()}) for each in (a, b))
+    assert exact.off(mine, alone) == (0, 0, 0)
+    a[0], mine.adapter["lora_A"][1], mine.losses[0] = 2.0, -6.0, 2.5
+    assert exact.off(mine, alone) == (0.25, 0.25, 0.5)
+
+
 @pytest.mark.full
 def test_the_server_beside_peft(
     script: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

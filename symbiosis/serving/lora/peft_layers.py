@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,16 +86,23 @@ def _are_same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
 
 
+@contextmanager
+def handing_out(x: Tensor, y: Tensor) -> Iterator[None]:
+    """In the block, the taps of this thread hand out `y` when they are asked for the product of `x`."""
+    _now.x, _now.y = x, y
+    try:
+        yield
+    finally:
+        _now.x = _now.y = None
+
+
 def run_layer(layer: nn.Module, x: Tensor, y: Tensor, rows: Rows) -> None:
     """Write into these rows of `y`, which the base made of `x`, what the layer makes of them. The last dimension but one is that of the
     rows; the `x` of an embedding has rows only."""
     with_width = x.is_floating_point()
     ours, made = (_take(x, rows, with_width), _take(y, rows, True))
-    _now.x, _now.y = ours, made
-    try:
+    with handing_out(ours, made):
         result = layer(ours)
-    finally:
-        _now.x = _now.y = None
     if isinstance(rows, slice):
         if result is not made:
             made.copy_(result)
@@ -249,12 +257,12 @@ def _made(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict[str, 
         raise
     except SymbiosisError as error:
         raise AdapterError(f"it needs more of the base than its products: {error}") from None
-    layers = dict(_outermost(adapted.base_model.model))
+    layers = dict(outermost(adapted.base_model.model))
     ours = {id(tensor) for layer in layers.values() for tensor in (*layer.parameters(), *layer.buffers())}
     if any(id(parameter) not in shared | ours for parameter in adapted.parameters()) or not layers:
         raise AdapterError(f"{weights.config['peft_type']} acts elsewhere than at layers, and cannot be served")
     for layer in layers.values():
-        _tap(layer)
+        tap(layer)
     return layers
 
 
@@ -344,7 +352,7 @@ def _checked(tensors: dict[str, Tensor], expected: dict[str, Tensor], model: nn.
     return own
 
 
-def _outermost(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def outermost(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -357,7 +365,7 @@ def _outermost(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             waiting += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
 
 
-def _tap(layer: nn.Module) -> None:
+def tap(layer: nn.Module) -> None:
     """Make a layer's innermost base layer a tap."""
     inner: Any = layer
     while (deeper := getattr(inner, "base_layer", None) or getattr(inner, "original_module", None)) is not None:

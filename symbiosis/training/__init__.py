@@ -1,0 +1,39 @@
+"""An engine that trains: many adapters on one frozen base, in one step.
+
+>>> import symbiosis, torch
+>>> from peft import LoraConfig
+>>> with symbiosis.Executor("demo") as executor, symbiosis.training.Engine(executor.endpoint) as engine:
+...     run = engine.create(LoraConfig(r=4, target_modules="all-linear"), seed=0)
+...     ids = torch.tensor([list(b"Once upon a time")])
+...     losses = []
+...     for _ in range(3):
+...         losses.append(run.forward_backward({"input_ids": ids, "labels": ids}).result().loss)
+...         _ = run.step(lr=1e-2)
+>>> losses[0] > losses[1] > losses[2]
+True
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from symbiosis.training.data import Datum
+    from symbiosis.training.run import Result, Run
+    from symbiosis.training.training_engine import TrainingEngine as Engine
+
+_WHERE = {
+    "Datum": ("data", "Datum"),
+    "Engine": ("training_engine", "TrainingEngine"),
+    "Result": ("run", "Result"),
+    "Run": ("run", "Run"),
+}
+__all__ = ["Datum", "Engine", "Result", "Run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is used."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'symbiosis.training' has no attribute {name!r}")
+    from importlib import import_module
+
+    module, there = _WHERE[name]
+    return getattr(import_module(f"symbiosis.training.{module}"), there)

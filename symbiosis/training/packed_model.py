@@ -1,0 +1,290 @@
+"""A causal language model that trains adapters of several runs in one pass, forward and backward, over frozen weights."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis.errors import AdapterError, ConfigError, SymbiosisError
+from symbiosis.offload.logit_check import agree, logits_alone, place_of, probe_tokens, text_config
+from symbiosis.serving.lora.peft_layers import Skeleton
+from symbiosis.training.data import Datum
+from symbiosis.training.losses import slopes
+from symbiosis.training.low_rank import LowRankSegment, adapt
+from symbiosis.training.packing import NAME, Layout, packed_as, register
+from symbiosis.training.run_adapter import RunAdapter
+
+LOGITS_BYTES = 1 << 28  # of float32 that are there at once
+
+
+@dataclass(eq=False)
+class Work:
+    """What one run is to compute in a pass: sequences, and their loss; or the derivatives of a loss that is known already. `found` are the log
+    probabilities of all targets, then."""
+
+    adapter: RunAdapter
+    data: list[Datum]
+    kind: str = "cross_entropy"
+    config: Mapping[str, float] = field(default_factory=dict)
+    backward: bool = True
+    given: list[Tensor] | None = None  # derivatives by the log probabilities
+    whole: "Work | None" = None  # of which this is a part
+    found: list[Tensor] = field(default_factory=list)
+    loss: float = 0.0
+
+    def part(self, first: int, end: int) -> "Work":
+        """Return the work for some of the sequences."""
+        given = None if self.given is None else self.given[first:end]
+        return replace(self, data=self.data[first:end], given=given, whole=self, found=[], loss=0.0)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The rows of one run in a pass: of the one axis, and of the sequences."""
+
+    adapter: RunAdapter
+    rows: slice
+    sequences: slice
+
+
+class PackedModel:
+    """`model` stays as it is: what is changed is a copy that shares its weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.device, self.dtype = place_of(model)
+        self.vocabulary: int = text_config(model).vocab_size
+        self.longest: int = getattr(text_config(model), "max_position_embeddings", None) or 1 << 30
+        self.skeleton = Skeleton(model)
+        self._model = self.skeleton.copy(own_biases=False).eval()
+        self._modules = dict(self._model.named_modules())
+        self._head = _head_of(self._model)
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._sites: set[str] = set()
+        self._takes_rows: set[str] = set()
+        self._layout, self._segments = Layout((), True), list[Segment]()
+        register()
+        self.packs = self._prepare()
+
+    def add(self, adapter: RunAdapter) -> None:
+        """Let an adapter act at its layers."""
+        for name in adapter.layers:
+            if self._modules[name] is self._head:
+                raise AdapterError(
+                    f"it acts at {name}, the head, which computes log probabilities for all: leave that out"
+                )
+            if name not in self._takes_rows:
+                raise AdapterError(
+                    f"it acts at {name}, which is not given all rows in their order: leave that out of its targets"
+                )
+        for name in adapter.layers.keys() - self._sites:
+            self._sites.add(name)
+            self._modules[name].register_forward_hook(partial(self._adapted, name))
+
+    def compute(self, works: Sequence[Work]) -> None:
+        """Find log probabilities and losses, and add to the gradients of the runs' parameters."""
+        data = [datum for work in works for datum in work.data]
+        self._layout = layout = Layout(tuple(map(len, data)), self.packs)
+        self._segments = list(_segments(works, layout))
+        backward = any(work.backward for work in works)
+        try:
+            with torch.set_grad_enabled(backward), packed_as(layout):
+                hidden = self._hidden(layout.inputs([datum.tokens for datum in data], self.device))
+            rows = torch.cat(
+                [torch.arange(first, first + len(datum)) for first, datum in zip(layout.firsts, data, strict=True)]
+            )
+            rows = rows.to(hidden.device)
+            head = _Head(self._logits, hidden.detach()[rows], data, self.vocabulary)
+            found = iter(head.logprobs())
+            wanted = [slope for work in works for slope in _finish(work, [next(found) for _ in work.data])]
+            if backward:
+                hidden.backward(torch.zeros_like(hidden).index_copy(0, rows, head.backward(wanted)))
+        finally:
+            self._segments = []
+
+    def _adapted(self, name: str, module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor | None:
+        acting = [segment for segment in self._segments if name in segment.adapter.layers]
+        if not acting:
+            return None
+        x = inputs[0]
+        low = [LowRankSegment(s.rows, s.adapter.low_rank[name]) for s in acting if name in s.adapter.low_rank]
+        if low:
+            y = adapt(y, x, self._anchor.to(y.device), low)
+        others = [segment for segment in acting if name not in segment.adapter.low_rank]
+        return self._run_layers(name, x, y, others) if others else y
+
+    def _run_layers(self, name: str, x: Tensor, y: Tensor, segments: list[Segment]) -> Tensor:
+        """Run PEFT's layers on the rows of their runs. In a rectangle they are given whole sequences, as they are in a program."""
+        along = int(self._layout.packed and y.dim() == 3)
+        by_sequences = not self._layout.packed and y.dim() == 3
+        parts, at = [], 0
+        for segment in segments:
+            span = segment.sequences if by_sequences else segment.rows
+            count = span.stop - span.start
+            result = segment.adapter.run(name, x.narrow(along, span.start, count), y.narrow(along, span.start, count))
+            parts += [y.narrow(along, at, span.start - at), result.to(y.dtype)]
+            at = span.stop
+        return torch.cat([*parts, y.narrow(along, at, y.shape[along] - at)], along)
+
+    def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return what the head is given, [rows, width], whatever the model does before it."""
+        kept: list[Tensor] = []
+
+        def keep(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            kept.append(given[0])
+            return (given[0][:, :1],)
+
+        hook = self._head.register_forward_pre_hook(keep)
+        try:
+            self._model(**inputs, use_cache=False)
+        finally:
+            hook.remove()
+        return kept[0].flatten(0, 1)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits as the model's own."""
+        logits = self._head(hidden[None])[0].float()
+        config = text_config(self._model)
+        if scale := getattr(config, "logit_scale", None):
+            logits = logits * scale
+        if scaling := getattr(config, "logits_scaling", None):
+            logits = logits / scaling
+        if multiplier := getattr(config, "lm_head_multiplier", None):
+            logits = logits * multiplier
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def _prepare(self) -> bool:
+        """Choose packing, if its logits are proved to be those that each sequence has alone; else rectangles, if theirs are."""
+        texts = [*probe_tokens(self._model), probe_tokens(self._model)[1][::-1]]
+        expected = [logits_alone(self._model, text) for text in texts]
+        usual = self._model.config._attn_implementation  # type: ignore[union-attr]
+        try:
+            self._model.set_attn_implementation(NAME)  # type: ignore[operator]
+            if self._agrees(texts, expected, packed=True):
+                return True
+        except SymbiosisError:
+            raise
+        except Exception:  # noqa: S110  (whatever a model makes of another attention)
+            pass
+        self._model.set_attn_implementation(usual)  # type: ignore[operator]
+        if self._agrees(texts, expected, packed=False):
+            return False
+        raise ConfigError(
+            f"{type(self._model).__name__} has other logits when sequences are computed together, packed or padded: wrap it, and train it alone"
+        )
+
+    @contextmanager
+    def _finding_layers(self) -> Iterator[None]:
+        """Find the layers that are given all rows in their order in a forward pass: adapters can act there."""
+        self._takes_rows.clear()
+
+        def look(name: str, _: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
+            x = inputs[0] if inputs else None
+            if isinstance(x, Tensor) and isinstance(y, Tensor) and y.shape[:-1].numel() == self._layout.rows:
+                given = x.shape[:-1] if x.is_floating_point() else x.shape
+                if given.numel() == self._layout.rows and y.dim() <= 3:
+                    self._takes_rows.add(name)
+
+        hooks = [module.register_forward_hook(partial(look, name)) for name, module in self._modules.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _agrees(self, texts: list[list[int]], expected: list[Tensor], packed: bool) -> bool:
+        self._layout = layout = Layout(tuple(map(len, texts)), packed)
+        with torch.no_grad(), packed_as(layout), self._finding_layers():
+            hidden = self._hidden(layout.inputs([torch.tensor(text) for text in texts], self.device))
+            made = [
+                self._logits(hidden[first : first + len(text)])
+                for first, text in zip(layout.firsts, texts, strict=True)
+            ]
+        return all(agree(mine, alone, self.dtype) for mine, alone in zip(made, expected, strict=True))
+
+
+class _Head:
+    """The head over the rows of a pass, in pieces whose logits fit into memory. Those of a single piece are kept until the backward pass, others
+    are computed again."""
+
+    def __init__(self, logits: Callable[[Tensor], Tensor], hidden: Tensor, data: list[Datum], vocabulary: int) -> None:
+        self._logits, self._data = logits, data
+        self._pieces = list(_pieces([len(datum) for datum in data], max(1, LOGITS_BYTES // (8 * vocabulary))))
+        self._hidden = hidden.split([sum(len(datum) for datum in data[piece]) for piece in self._pieces])
+        self._kept: tuple[Tensor, list[Tensor]] | None = None
+
+    def logprobs(self) -> list[Tensor]:
+        """Return the log probabilities of each sequence's targets."""
+        found = []
+        for piece, hidden in zip(self._pieces, self._hidden, strict=True):
+            leaf, made = self._made(hidden, self._data[piece])
+            found += [each.detach() for each in made]
+            self._kept = (leaf, made) if len(self._pieces) == 1 else None
+        return found
+
+    def backward(self, wanted: list[Tensor]) -> Tensor:
+        """Return the gradient of what the head was given, for these derivatives of the loss by the log probabilities."""
+        gradients: list[Tensor] = []
+        for piece, hidden in zip(self._pieces, self._hidden, strict=True):
+            leaf, made = self._kept or self._made(hidden, self._data[piece])
+            slopes = [slope.to(leaf.device) for slope in wanted[piece]]
+            gradients += torch.autograd.grad(made, leaf, slopes)
+        return torch.cat(gradients)
+
+    @torch.enable_grad()
+    def _made(self, hidden: Tensor, data: list[Datum]) -> tuple[Tensor, list[Tensor]]:
+        leaf = hidden.detach().requires_grad_()
+        logits, made = self._logits(leaf), []
+        totals = logits.logsumexp(-1, keepdim=True)
+        lengths = [len(datum) for datum in data]
+        for datum, own, total in zip(data, logits.split(lengths), totals.split(lengths), strict=True):
+            targets = datum.targets.to(own.device)
+            made.append((own.gather(1, targets.view(len(datum), -1)) - total).view(targets.shape))
+        return leaf, made
+
+
+def _pieces(lengths: list[int], most: int) -> Iterator[slice]:
+    """Cut a list of sequences into pieces of at most so many rows, or of one sequence.
+
+    >>> list(_pieces([3, 4, 9, 2], most=8))
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
+    """
+    first = rows = 0
+    for number, length in enumerate(lengths):
+        if rows and rows + length > most:
+            yield slice(first, number)
+            first, rows = number, 0
+        rows += length
+    yield slice(first, len(lengths))
+
+
+def _finish(work: Work, found: list[Tensor]) -> list[Tensor]:
+    """Set what was found of a work, and return the derivatives that its backward pass begins with."""
+    work.found = found
+    if work.given is not None:
+        return work.given
+    if not work.backward:
+        return [torch.zeros_like(each) for each in found]
+    made = [slopes(work.kind, each, datum, work.config) for each, datum in zip(found, work.data, strict=True)]
+    work.loss = sum(loss for loss, _ in made)
+    return [slope for _, slope in made]
+
+
+def _segments(works: Sequence[Work], layout: Layout) -> Iterator[Segment]:
+    firsts, number = [*layout.firsts, layout.rows], 0
+    for work in works:
+        end = number + len(work.data)
+        yield Segment(work.adapter, slice(firsts[number], firsts[end]), slice(number, end))
+        number = end
+
+
+def _head_of(model: nn.Module) -> nn.Module:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    if not isinstance(head, nn.Module):
+        raise ConfigError(f"{type(model).__name__} is no causal language model: load one with AutoModelForCausalLM")
+    return head

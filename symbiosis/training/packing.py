@@ -1,0 +1,150 @@
+"""Sequences side by side in one pass, and the attention in which each sees only itself.
+
+They are packed into one row of tokens, if the model's attention can be replaced; else they lie in a rectangle, each padded at its right end.
+What follows a token does not change what a causal model makes of it, so the padding needs no mask.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "symbiosis_packed"
+
+
+class CannotPack(Exception):
+    """This model's attention cannot be replaced, or does something else then."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the sequences of a pass lie: the shape [n, longest] of its tokens, and the first row of each if these are one axis."""
+
+    lengths: tuple[int, ...]
+    packed: bool
+
+    @property
+    def width(self) -> int:
+        return sum(self.lengths) if self.packed else max(self.lengths)
+
+    @property
+    def rows(self) -> int:
+        return self.width if self.packed else self.width * len(self.lengths)
+
+    @property
+    def firsts(self) -> list[int]:
+        if not self.packed:
+            return [number * self.width for number in range(len(self.lengths))]
+        return torch.tensor((0, *self.lengths[:-1])).cumsum(0).tolist()  # type: ignore[no-any-return]
+
+    def inputs(self, sequences: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Return what the model is called with."""
+        if not self.packed:
+            return {"input_ids": nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(device)}
+        positions = torch.cat([torch.arange(length) for length in self.lengths])
+        return {"input_ids": torch.cat(list(sequences))[None].to(device), "position_ids": positions[None].to(device)}
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Yield neighbours of one length: the first row, how many sequences, and how long they are."""
+        first = count = length = 0
+        for each in (*self.lengths, 0):
+            if each != length:
+                if count:
+                    yield first, count, length
+                first, count, length = first + count * length, 0, each
+            count += 1
+
+
+class _OfThread(threading.local):
+    layout: Layout | None = None
+
+
+_now = _OfThread()
+
+
+@contextmanager
+def packed_as(layout: Layout) -> Iterator[None]:
+    """In the block, models of this thread attend within the sequences of a layout."""
+    _now.layout = layout
+    try:
+        yield
+    finally:
+        _now.layout = None
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    layout = _now.layout
+    if layout is None:
+        raise RuntimeError("this model is trained by symbiosis.training, and is called through it only")
+    if attention_mask is not None or position_bias is not None:
+        raise CannotPack("its attention is told by a tensor who sees whom")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise CannotPack("its attention looks ahead")
+    if len(query) != 1 or query.shape[2] != layout.rows or key.shape[2] != layout.rows:
+        raise CannotPack(f"its attention is over {tuple(query.shape)}, {tuple(key.shape)}")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    parts = []
+    for first, count, length in layout.blocks():
+        q, k, v = (
+            x[0, :, first : first + count * length].unflatten(1, (count, length)).transpose(0, 1)
+            for x in (query, key, value)
+        )
+        made = _attend(q, k, v, _window(length, sliding_window, q.device), scaling, softcap, s_aux)
+        parts.append(made.transpose(1, 2).flatten(0, 1))  # [count * length, heads, size]
+    return torch.cat(parts)[None], None
+
+
+def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return who sees whom [length, length], unless each sees all before it."""
+    if window is None or window >= length:
+        return None
+    at = torch.arange(length, device=device)
+    return (at <= at[:, None]) & (at > at[:, None] - window)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:  # fmt: skip
+    """Causal attention of [count, heads, length, size]."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(shared, 1) if shared > 1 else x for x in (k, v))
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling)
+    length = q.shape[2]
+    mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+    scores = q @ k.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        return torch.softmax(scores.float(), -1).to(v.dtype) @ v
+    sink = sinks.reshape(1, -1, 1, 1).expand(len(q), -1, length, 1).to(scores.dtype)
+    return torch.softmax(torch.cat([scores, sink], -1).float(), -1)[..., :-1].to(v.dtype) @ v
+
+
+def _no_mask(*_: object, **__: object) -> None:
+    """Make no mask: the layout and the windows of the layers say who sees whom."""
+
+
+def register() -> None:
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _no_mask)

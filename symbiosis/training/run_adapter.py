@@ -1,0 +1,135 @@
+"""The adapter of one run: PEFT's own model over the base's weights, so that it begins, and is saved, as PEFT has it.
+
+LoRA is computed for all runs together (`low_rank.py`), from the very parameters of PEFT's layers. At all other layers PEFT's are run on the rows of
+their run, and given the base's product.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.errors import AdapterError
+from symbiosis.serving.lora.peft_layers import Skeleton, handing_out, outermost, tap
+from symbiosis.training.low_rank import LowRank
+
+NAME = "default"  # of PEFT's only adapter
+
+
+class RunAdapter:
+    """An adapter that is trained."""
+
+    def __init__(self, skeleton: Skeleton, config: Any, seed: int | None) -> None:
+        _refuse(config)
+        with torch.random.fork_rng():
+            if seed is not None:
+                torch.manual_seed(seed)
+            self.peft = _made(skeleton, config)
+            self._drawn = _random_state()
+        self.layers = dict(outermost(self.peft.base_model.model))
+        self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
+        self._check_all_are_at_layers()
+        self.low_rank = {name: low for name, layer in self.layers.items() if (low := _low_rank(layer))}
+        self._draws = any(isinstance(module, nn.Dropout) and module.p for module in self.peft.modules())
+        for layer in self.layers.values():
+            tap(layer)
+
+    def run(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """Return what the layer of this name makes of this run's rows, of which the base made `y`."""
+        with self._own_random_numbers(), handing_out(x, y):
+            result: Tensor = self.layers[name](x)
+        return result
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the adapter as PEFT saves it."""
+        from peft import get_peft_model_state_dict
+
+        return get_peft_model_state_dict(self.peft, save_embedding_layers=False)  # type: ignore[no-any-return]
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        from peft import set_peft_model_state_dict
+
+        lacking, unknown = self.tensors().keys() - tensors.keys(), tensors.keys() - self.tensors().keys()
+        for name in (*lacking, *unknown):
+            raise AdapterError(f"the adapter {'lacks' if name in lacking else 'has, and this one not,'} {name}")
+        with torch.no_grad():
+            set_peft_model_state_dict(self.peft, tensors)
+
+    def save(self, folder: Path) -> None:
+        self.peft.save_pretrained(str(folder), save_embedding_layers=False)
+
+    def _check_all_are_at_layers(self) -> None:
+        at_layers = {id(p) for layer in self.layers.values() for p in layer.parameters()}
+        for name, parameter in self.peft.named_parameters():
+            if parameter.requires_grad and id(parameter) not in at_layers:
+                raise AdapterError(
+                    f"its {name} acts elsewhere than at layers: it cannot be trained together with others"
+                )
+        if not self.parameters:
+            raise AdapterError("nothing in it is trainable")
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """In the block, dropout draws what it would draw if the run were alone."""
+        if not self._draws:
+            yield
+            return
+        before = _random_state()
+        _draw_from(self._drawn)
+        try:
+            yield
+        finally:
+            self._drawn = _random_state()
+            _draw_from(before)
+
+
+def _refuse(config: Any) -> None:
+    kind = getattr(getattr(config, "peft_type", None), "value", None)
+    if kind is None:
+        raise AdapterError(f"create takes a configuration of PEFT such as LoraConfig(r=16), not {config!r}")
+    if config.is_prompt_learning or kind in ("XLORA", "POLY", "CPT", "ADAPTION_PROMPT", "OSF"):
+        raise AdapterError(
+            f"{kind} acts elsewhere than at layers: wrap the model, and train it in a program of its own"
+        )
+    if getattr(config, "bias", "none") not in ("none", None):
+        raise AdapterError(f"bias={config.bias!r} trains the base's biases: only bias='none' can be trained together")
+
+
+def _made(skeleton: Skeleton, config: Any) -> Any:
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(skeleton.copy(own_biases=False), config).train()
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError) as error:
+        raise AdapterError(f"PEFT does not take it: {error}") from error
+
+
+def _low_rank(layer: nn.Module) -> LowRank | None:
+    """Return the matrices of a layer that does nothing else than `y + s B A x`."""
+    from peft.tuners.lora import Linear
+
+    if type(layer) is not Linear or layer.use_dora.get(NAME) or layer.lora_variant.get(NAME):
+        return None
+    if not isinstance(layer.get_base_layer(), nn.Linear | Conv1D) or not isinstance(
+        layer.lora_dropout[NAME], nn.Identity
+    ):
+        return None
+    a, b = layer.lora_A[NAME], layer.lora_B[NAME]
+    if a.bias is not None or b.bias is not None or not a.weight.requires_grad or not b.weight.requires_grad:
+        return None
+    return LowRank(a.weight, b.weight, layer.scaling[NAME])
+
+
+def _random_state() -> tuple[Tensor, ...]:
+    states = (torch.random.get_rng_state(),)
+    return (*states, torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else states
+
+
+def _draw_from(states: tuple[Tensor, ...]) -> None:
+    torch.random.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
