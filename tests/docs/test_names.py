@@ -13,7 +13,7 @@ SPANS = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?:[\w*-]+/)*[\w*-]+\.(?:py|c|md|sh|toml|yml|yaml|ipynb)(?!\w)")
 FOLDER = re.compile(r"(?:[\w-]+/)+")
 DOTTED = re.compile(r"[a-z_]+(?:\.\w+)+")
-MADE_BY_USERS = {"FILE.yaml", "executor.yaml"}
+MADE_BY_USERS = {"FILE.yaml", "executor.yaml", "train.py"}
 FOLDERS = ("symbiosis", "tests", "scripts", "docs", "deploy", "examples")
 FILES = [f"/{path.name}" for path in ROOT.iterdir()] + [
     f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()

@@ -24,18 +24,22 @@ BUILD = f"{symbiosis.__version__}+g{COMMIT[:12]}"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools leaves folders behind."""
+def built(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """From a copy: setuptools leaves folders behind."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT / "symbiosis", source / "symbiosis", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
     (source / ".git").mkdir()
     (source / ".git" / "HEAD").write_text(COMMIT)
-    code = "from setuptools import build_meta; import sys; build_meta.build_wheel(sys.argv[1])"
+    code = f"from setuptools import build_meta; import sys; build_meta.build_{kind}(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, built], cwd=source, check=True, capture_output=True, timeout=100)
     return next(built.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("wheel", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(installed: Path) -> 
         path.relative_to(ROOT) for path in (ROOT / "symbiosis").rglob("*") if path.is_file() and path.suffix != ".pyc"
     }
     packed = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
-    assert {path for path in packed if "dist-info" not in path.parts[0]} == own
+    assert {path for path in packed if "dist-info" not in path.parts[0]} == own | {Path("symbiosis_run.pth")}
     assert Path("symbiosis/py.typed") in own
     assert any(path.name == "LICENSE" for path in packed)
 
@@ -87,14 +91,19 @@ def without_checkout() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
+def environment_with(wheel: Path, folder: Path) -> Path:
+    """Make a virtual environment with nothing but a wheel."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=100)
+    install = [sys.executable, "-m", "pip", "--python", folder, "install", "-q", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, check=True, capture_output=True, env=without_checkout(), timeout=100)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh virtual environment with the wheel. The dependencies are those of this environment, without what is installed there
     by links, as a checkout is."""
-    folder = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=100)
-    install = [sys.executable, "-m", "pip", "--python", folder, "install", "-q", "--no-deps", "--no-index", wheel]
-    subprocess.run(install, check=True, capture_output=True, env=without_checkout(), timeout=100)
+    folder = environment_with(wheel, tmp_path_factory.mktemp("environment"))
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder
@@ -128,6 +137,26 @@ def test_it_serves_where_it_is_installed(environment: Path, tmp_path: Path) -> N
     text = said(environment, tmp_path, "python", "-W", "ignore", "-c", code)
     assert "wrapped 35/36" in text
     assert f"compiled: {shutil.which('cc') is not None}" in text
+
+
+def hooks(environment: Path, folder: Path, switch: str) -> bool:
+    """Whether a program of this environment shares, though nothing is on its PYTHONPATH, and it is told not to read that."""
+    command = [environment / "bin" / "python", "-I", "-c", "import sys; print('symbiosis.run.hook' in sys.modules)"]
+    variables = {**without_checkout(), "SYMBIOSIS_RUN": switch}
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, check=True, timeout=100)
+    assert not done.stderr
+    return done.stdout == "True\n"
+
+
+@pytest.mark.full
+def test_an_environment_variable_has_its_programs_share(environment: Path, tmp_path: Path) -> None:
+    assert [hooks(environment, tmp_path, switch) for switch in ("1", "0", "")] == [True, False, False]
+
+
+@pytest.mark.full
+def test_so_it_does_where_a_checkout_is_installed(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    environment = environment_with(built("editable", tmp_path_factory), tmp_path / "environment")
+    assert hooks(environment, tmp_path, "1") and not hooks(environment, tmp_path, "0")
 
 
 def test_every_name_of_the_source_distribution_is_there() -> None:

@@ -73,7 +73,7 @@ def test_calls_of_examples_fit_the_signatures() -> None:
 def test_options_exist() -> None:
     """Of the command before them, else of symbiosis-executor."""
     count = 0
-    for text in SHOWN:
+    for text in (shown.partition(" -- ")[0] for shown in SHOWN):  # what follows is another program's
         command, script = re.search(r"\bsymbiosis (\w+)", text), re.search(r"\bpython (scripts/\w+\.py)", text)
         if script:
             known = set(re.findall(r'"(--[a-z-]+)"', (ROOT / script[1]).read_text()))
@@ -101,7 +101,7 @@ def test_paths_exist() -> None:
     paths = [path for text in SHOWN for path in re.findall(r"(?<![\w/:.-])\w[\w./-]*(?:\.py|\.md|/)(?![\w/:])", text)]
     assert len(links) > 5 and len(paths) > 20
     for path in (*links, *paths):
-        if "NAME" not in path:
+        if "NAME" not in path and path != "train.py":  # a user's own
             assert any((ROOT / folder / path).exists() for folder in ("", "symbiosis", "docs")), path
 
 
