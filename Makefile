@@ -7,7 +7,7 @@ CPU = not gpu and not multi_gpu and not ray and not soak
 WORKERS ?= 3
 LONGEST_FIRST = tests/process tests/fault tests/docs tests/inproc tests/unit tests/gpu
 ALONE = $$(grep -rl --include='*.py' mark.alone tests)
-.PHONY: setup demo test test-all test-fast test-soak test-gpu test-cluster test-browser check docs wheel
+.PHONY: setup demo test test-all test-lowest test-fast test-soak test-gpu test-cluster test-browser check docs wheel
 
 setup: $(VENV)/.ready
 
@@ -28,6 +28,10 @@ test test-all: setup
 	$(VENV)/bin/python -m compileall -q symbiosis tests scripts
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(MARKED) and not alone" $(LONGEST_FIRST) || { test $$? = 1 && $(PYTEST) -m "$(MARKED) and not alone" --last-failed; }
 	$(PYTEST) -m "$(MARKED) and alone" $(ALONE) || { test $$? = 1 && $(PYTEST) -m "$(MARKED) and alone" --last-failed $(ALONE); }
+
+# The same tests in an environment of the lowest releases that pyproject.toml allows, before a release, as test-all is run with the newest.
+test-lowest:
+	PIP_CONSTRAINT=$(CURDIR)/constraints-lowest.txt $(MAKE) test VENV=.venv-lowest
 
 # What one runs all day: no test of these starts a process or takes long.
 test-fast: setup

@@ -295,6 +295,7 @@ def test_what_no_model_computes_by_is_left_out_without_a_word(
 
 @pytest.mark.called
 def test_loading_an_adapter_is_no_saving(serve: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("peft", minversion="0.19", reason="transformers' load_adapter needs it")
     get_peft_model(tiny_llama(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(tmp_path)
     model = symbiosis.wrap(tiny_llama(), serve(tiny_llama()).endpoint)
     with caplog.at_level(logging.WARNING, "symbiosis"):

@@ -10,6 +10,8 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+
+pytest.importorskip("peft", minversion="0.21", reason="scripts/compat_peft.py tries the methods of PEFT 0.21")
 from peft import LoraConfig, PeftType, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import DoraCaching
 from peft.tuners.lora import LoraLayer

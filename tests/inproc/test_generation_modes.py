@@ -25,6 +25,8 @@ SLICES = [
 def test_what_is_generated_is_what_the_unsplit_model_generates(
     family: str, adapter: str, modes: list[str], tmp_path: Path
 ) -> None:
+    if adapter == "DoRA":
+        pytest.importorskip("peft", minversion="0.19", reason="DoRA of PEFT 0.18 reads the weights")
     outcomes, not_here = run(family, adapter, modes, tmp_path)
     assert not not_here and len(outcomes) == len(modes) * len(WAYS)
     expected = {"close", "equal"} if adapter == "DoRA" else {"equal"}

@@ -288,6 +288,10 @@ def test_a_mask_of_ones_own(batch: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_models_are_refused_by_name(name: str) -> None:
+    if name == "latent":
+        pytest.importorskip(
+            "transformers", minversion="5.17", reason="older ones cache whole keys, which may lie anywhere"
+        )
     model = built(REFUSED[name]())
     before = model.config._attn_implementation  # type: ignore[union-attr]
     with pytest.raises(

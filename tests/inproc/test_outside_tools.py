@@ -10,6 +10,7 @@ import accelerate
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import dora
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qconfig, prepare, quantize_dynamic
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -110,11 +111,20 @@ def test_rows_on_meta_are_not_sent(denied: nn.Module, llama: nn.Module, ids: Ten
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_dora_is_made_on_meta(reads: bool, llama: nn.Module, serve: Callable, ids: Tensor) -> None:
+    if not reads:
+        pytest.importorskip("peft", minversion="0.19", reason="DoRA of PEFT 0.18 reads the weights")
     config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, init_lora_weights=False)
     split = symbiosis.wrap(copy.deepcopy(llama), serve(llama, allow_read=reads).endpoint)
     plain, split = get_peft_model(llama, config), get_peft_model(split, config, low_cpu_mem_usage=True)
     set_peft_model_state_dict(split, get_peft_model_state_dict(plain), low_cpu_mem_usage=True)
     torch.testing.assert_close(logits(split, ids), logits(plain, ids), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.skipif(hasattr(dora, "cache_decorator"), reason="needs a PEFT older than 0.19")
+def test_dora_of_an_old_peft_says_what_it_needs(llama: nn.Module, serve: Callable) -> None:
+    split = symbiosis.wrap(llama, serve(llama).endpoint)
+    with pytest.raises(WeightRead, match=r"needs peft 0\.19 or later; with 0\.18.*--allow-read"):
+        get_peft_model(split, LoraConfig(target_modules=["q_proj"], use_dora=True))
 
 
 # ---------------------------------------------------------------- what replaces layers

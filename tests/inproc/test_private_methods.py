@@ -11,6 +11,8 @@ from peft import AdaLoraConfig, get_peft_model
 from torch import Tensor
 
 import symbiosis
+
+pytest.importorskip("peft", minversion="0.21", reason="scripts/compat_peft.py tries the methods of PEFT 0.21")
 from scripts.compat_peft import BY_LEVEL, run_case, unsplit
 from symbiosis.cli.pad_files import make
 from symbiosis.client.layers.groups import GroupMember

@@ -7,6 +7,7 @@ with what they were then, bit by bit, because their versions do not tell of ever
 
 from collections.abc import Callable
 from functools import wraps
+from importlib.metadata import version
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from symbiosis.client.requests import is_transformed, is_watched
 from symbiosis.client.weights.remote_view import Handle
 from symbiosis.client.weights.remote_weight import is_linear_as_served, is_remote_linear
+from symbiosis.errors import WeightRead
 from symbiosis.protocol import Op, Priority
 
 
@@ -34,12 +36,29 @@ _squared_norms: "WeakKeyDictionary[Handle, Tensor]" = WeakKeyDictionary()
 
 
 def patch_dora() -> None:
-    """Patch the installed PEFT."""
+    """Patch the installed PEFT. DoRA of 0.18 reads the weights, and says so where it may not."""
     from peft.tuners.lora import dora
 
     layer: Any = dora.DoraLinearLayer
+    if not hasattr(dora, "cache_decorator"):
+        for name in ("update_layer", "forward"):
+            setattr(layer, name, _needing_a_newer_peft(getattr(layer, name)))
+        return
     layer.update_layer = _update_layer(layer.update_layer)
     layer.forward = _forward(layer.forward, dora)
+
+
+def _needing_a_newer_peft(original: Any) -> Any:
+    @wraps(original)
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except WeightRead as error:
+            raise WeightRead(
+                f"DoRA on weights that may not be read needs peft 0.19 or later; with {version('peft')}, {error}"
+            ) from None
+
+    return reading
 
 
 def _update_layer(original: Any) -> Any:

@@ -16,8 +16,8 @@ from symbiosis.client.weights.remote_weight import RemoteWeight, is_remote_linea
 
 @cache
 def support_peft_methods() -> None:
-    """Patch the methods that the installed PEFT has, if there is one."""
-    for patch in (patch_dora, _patch_hra, _patch_rewriting_inits, _patch_glora, _patch_state_dicts):
+    """Patch the methods that the installed PEFT has, if there is one. What a patch imports, older ones lack."""
+    for patch in (patch_dora, _patch_hra, _patch_rewriting_inits, _patch_kasa, _patch_glora, _patch_state_dicts):
         with suppress(ImportError):
             patch()
 
@@ -50,12 +50,16 @@ def _patch_hra() -> None:
 
 def _patch_rewriting_inits() -> None:
     from peft.tuners.lora import layer as lora
-    from peft.tuners.lora import variants
 
     for name, method in (("pissa", "PiSSA"), ("olora", "OLoRA"), ("corda", "CorDA"), ("loftq", "LoftQ")):
         init = getattr(lora.LoraLayer, f"{name}_init")
         setattr(lora.LoraLayer, f"{name}_init", _on_private_copy(init, method))
-    kasa: Any = variants.KasaLinearVariant
+
+
+def _patch_kasa() -> None:
+    from peft.tuners.lora.variants import KasaLinearVariant
+
+    kasa: Any = KasaLinearVariant
     kasa.init = staticmethod(_on_private_copy(kasa.init, "KaSA"))
 
 
