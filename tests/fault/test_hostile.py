@@ -204,6 +204,21 @@ def test_a_message_of_very_many_frames_is_not_kept(open_house: Executor) -> None
         raw.close()
 
 
+@pytest.mark.parametrize("rows", [1 << 36, 1 << 40, (1 << 63) - 1])
+def test_a_header_that_promises_more_than_came_costs_nothing(rows: int, town: Town) -> None:
+    """With keys, where rows go in pieces: no list is made of those that are promised."""
+    with Bystander(town.endpoint("bob"), tiny_llama()) as bob:
+        before = peak_bytes(town.executor.pid)
+        raw = Raw.joined(town.endpoint("mallory"))
+        for call in (Call(Op.ECHO, 0, "float32", (rows, 8)), Call(Op.FORWARD, 1, "float32", (rows, 64))):
+            raw.socket.send_multipart([encode_call(call, 1), bytes(512)])
+            assert raw.codes(1) == [Code.BAD_FRAME]
+        bob.goes_on()
+        assert peak_bytes(town.executor.pid) - before < 64 * MIB and bob.slowest_s < 5.0
+        raw.close()
+    assert "please report it" not in town.executor.log.read_text()
+
+
 def test_a_long_control_message_is_not_taken_apart(open_house: Executor) -> None:
     """Some bytes of it may stand for many objects."""
     raw = Raw(open_house.endpoint)

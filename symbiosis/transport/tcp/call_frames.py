@@ -12,7 +12,7 @@ from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.protocol import Call, parse_call_body, split_call
 from symbiosis.transport.base import NO_MEMORY, ServerPort, refuse
 from symbiosis.transport.tcp.peer import TcpPeer
-from symbiosis.transport.tcp.sockets import cut, sizes
+from symbiosis.transport.tcp.sockets import PIECE, cut, hold
 from symbiosis.transport.tensors import empty, tensor_at, tensor_of_frame
 
 JOINED_AT_ONCE = 512 << 10  # bytes of payloads that are copied between two products
@@ -83,12 +83,12 @@ def take_call(inbox: ServerPort, peer: TcpPeer, message: Message, encrypted: boo
 
 def check_sizes(call: Call, frames: list[zmq.Frame], encrypted: bool) -> None:
     """Raise `ProtocolError` unless the frames of a payload are as large as the header says."""
-    found = tuple(map(len, frames))
-    promised = tuple(size for part in call.parts[::-1] for size in sizes(part, encrypted))
-    if found != promised:
+    found, parts = tuple(map(len, frames)), call.parts[::-1]
+    if not hold(found, parts, encrypted):
+        cut_up = f" in pieces of {PIECE}" if encrypted else ""
         raise ProtocolError(
             Code.BAD_FRAME,
-            f"the header promises frames of {promised[:3]} bytes, {found[:3]} came ({len(found)} of {len(promised)})",
+            f"the header promises frames of {parts} bytes{cut_up}, {found[:3]} came ({len(found)} in all)",
         )
 
 

@@ -31,7 +31,7 @@ from symbiosis.protocol import (
 )
 from symbiosis.transport.reply_checks import Answers, MoreRoom, accepted
 from symbiosis.transport.tcp.address import Address
-from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire, harden, most_frames, sizes
+from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire, harden, hold, most_frames
 from symbiosis.transport.tcp.sockets import cut as cut_frames
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, bytes_of, copied, cut
 
@@ -129,7 +129,7 @@ class TcpConnection:
             if reply.seq == seq:
                 self._answers.check(call, reply)
                 found = [len(frame) for frame in rest]
-                if found != (sizes(reply.nbytes, self._has_keys) if reply.nbytes else []):
+                if not hold(found, [reply.nbytes] if reply.nbytes else [], self._has_keys):
                     raise ProtocolError(
                         Code.BAD_FRAME, f"a reply of {reply.nbytes} bytes came in frames of {found[:3]}"
                     )

@@ -13,7 +13,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -50,17 +50,29 @@ def cut(data: memoryview, encrypted: bool) -> list[memoryview]:
     return [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
 
 
-def sizes(nbytes: int, encrypted: bool) -> list[int]:
+def most_frames(nbytes: int, encrypted: bool) -> int:
+    """Return how many frames hold so many bytes, or fewer."""
+    return max(1, -(-nbytes // PIECE)) if encrypted else 1
+
+
+def hold(frames: Sequence[int], parts: Sequence[int], encrypted: bool) -> bool:
+    """Whether frames of these sizes hold parts of so many bytes. A header may promise any number of frames: no list is made of those that
+    did not come.
+
+    >>> hold([262144, 262144, 75712], [600_000], encrypted=True), hold([75712], [1 << 60], encrypted=True)
+    (True, False)
+    """
+    if len(frames) != sum(most_frames(part, encrypted) for part in parts):
+        return False
+    return list(frames) == [size for part in parts for size in _sizes(part, encrypted)]
+
+
+def _sizes(nbytes: int, encrypted: bool) -> list[int]:
     """Return the sizes of the frames that hold so many bytes."""
     if not encrypted or nbytes <= PIECE:
         return [nbytes]
     whole, rest = divmod(nbytes, PIECE)
     return [PIECE] * whole + [rest] * (rest > 0)
-
-
-def most_frames(nbytes: int, encrypted: bool) -> int:
-    """Return how many frames hold at most so many bytes."""
-    return max(1, -(-nbytes // PIECE)) if encrypted else 1
 
 
 class Wire(NamedTuple):
