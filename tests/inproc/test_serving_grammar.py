@@ -1,9 +1,11 @@
 """Text by a JSON schema: it follows the schema whatever the model would say, beside others that are free."""
 
+import itertools
 import json
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -252,6 +254,48 @@ def test_a_text_whose_next_tokens_are_not_found_in_time_ends_and_the_others_go_o
         assert told[-1].finish == "length"
         let_go.set()
         assert one.generate("x", schema=schemas[1], max_tokens=20, tenant="bob").text.startswith('{"b"')
+
+
+@pytest.mark.parametrize("tenants", [("", ""), ("eve", "bob")])
+def test_many_texts_whose_next_tokens_take_long_hold_up_nobody(
+    tenants: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes less than a text may; together they kept each step waiting for several seconds. They become the texts that they were."""
+    pytest.importorskip("llguidance")
+    how = Sampling(schema=json.dumps(SCHEMA), max_tokens=6, seed=1)
+
+    def texts(one: Engine) -> Iterator[list[Output]]:
+        outputs = SimpleQueue[Output]()
+        one.submit(Request(id=7, prompt=(97,) * 40, sampling=how, completions=16, tenant=tenants[0]), outputs.put)
+        yield []
+        left, told = 16, []
+        while left:
+            told.append(outputs.get(timeout=60))
+            left -= told[-1].finish is not None
+        yield told
+
+    def by_completion(told: list[Output]) -> list[list[int]]:
+        return [[t.id for each in told if each.completion == n for t in each.tokens] for n in range(16)]
+
+    with engine() as one:
+        *_, told = texts(one)
+        calm = by_completion(told)
+    find = Grammar._mask
+
+    def slow(self: Grammar) -> bytes:
+        time.sleep(0.1)
+        return find(self)
+
+    monkeypatch.setattr(Grammar, "_mask", slow)
+    with engine() as one:
+        guided = texts(one)
+        next(guided)
+        came = SimpleQueue[float]()
+        free = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
+        one.submit(Request(id=8, prompt=(80,), sampling=free, tenant=tenants[1]), lambda _: came.put(time.monotonic()))
+        times = [came.get(timeout=60) for _ in range(40)]
+        assert max(later - sooner for sooner, later in itertools.pairwise(times)) < 1.0
+        assert by_completion(next(guided)) == calm
 
 
 def test_a_text_that_its_grammar_gives_up_is_an_error_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:

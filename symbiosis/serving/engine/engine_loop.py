@@ -5,7 +5,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from symbiosis.serving.engine.step_bisect import StepBisect
 from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.request import Finish, Token
 from symbiosis.serving.runner.model_runner import GaveWay, ModelRunner
-from symbiosis.serving.sampling.guided_decoding import GuidedDecoding
+from symbiosis.serving.sampling.guided_decoding import GuidedDecoding, GuidedText
 from symbiosis.serving.sampling.sampler import Chosen, begin_choice
 from symbiosis.serving.scheduler.scheduler import Scheduler, Unsettled
 from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
@@ -197,8 +196,8 @@ class Loop:
         """Begin to compute a step. If it fails, its parts are computed by themselves, down to single segments, so that one request's error concerns no
         other."""
         try:
-            chosen = self._choose(step)
-            return InflightStep(step, chosen, self._scheduler.launched(step))
+            computed, chosen = self._choose(step)
+            return None if chosen is None else InflightStep(computed, chosen, self._scheduler.launched(computed))
         except GaveWay:
             pass
         except ConnectionLost as error:
@@ -228,16 +227,34 @@ class Loop:
             shortest = min(self._coming.values())
         return self._scheduler.gives_way(step, time.monotonic(), shortest)
 
-    def _choose(self, step: SchedulerOutput) -> Chosen:
+    def _choose(self, step: SchedulerOutput) -> tuple[SchedulerOutput, Chosen | None]:
+        """Return what was computed of a step, and the tokens that it chooses: all but those of texts by a schema of which it is not known yet what
+        may come next. They are computed again in the next step. If nothing else is in the step, nothing was computed."""
         scores = any(segment.sequence.scores_prompt for segment in step.segments)
         logits = _scored(self._served, self.jobs, step) if scores else self._served.forward(step)
         sequences = [segment.sequence for segment in step.segments if segment.chooses]
-        allowed = {}
-        for row, sequence in enumerate(sequences):
-            if not sequence.has_ended and (job := self.jobs[sequence.request.id]).grammars:
-                found = self.following.attempt(job, job.grammars[sequence.completion].allowed)
-                allowed[row] = torch.zeros(self._served.vocabulary, dtype=torch.bool) if found is None else found
-        return begin_choice(logits, sequences, self._served.ends, allowed)
+        allowed, unknown = self._allowed(step, sequences)
+        if unknown:
+            step = step.without(unknown)
+            kept = [row for row, sequence in enumerate(sequences) if sequence not in unknown]
+            logits, sequences = logits[kept], [sequences[row] for row in kept]
+        if not step.segments:
+            return step, None
+        by_row = {row: allowed[sequence] for row, sequence in enumerate(sequences) if sequence in allowed}
+        return step, begin_choice(logits, sequences, self._served.ends, by_row)
+
+    def _allowed(
+        self, step: SchedulerOutput, sequences: list[Sequence]
+    ) -> tuple[dict[Sequence, Tensor], set[Sequence]]:
+        """Return what may come next in texts by a schema, and those of which it is not known yet."""
+        jobs = {each: self.jobs[each.request.id] for each in sequences if not each.has_ended}
+        texts = [GuidedText(job, sequence) for sequence, job in jobs.items() if job.grammars]
+        if not texts:
+            return {}, set()
+        found = self.following.allowed(texts, others=len(texts) < len(step.segments))
+        nothing = torch.zeros(self._served.vocabulary, dtype=torch.bool)
+        allowed = {sequence: nothing if mask is None else mask for sequence, mask in found.items()}
+        return allowed, {text.sequence for text in texts} - found.keys()
 
     def _tell(self, sequence: Sequence, token: Token | None, produced: int, now: float) -> None:
         """Tell of a token that was chosen, the last of so many, and end what ends with it. None: there was none to choose."""
@@ -259,7 +276,7 @@ class Loop:
             figures.first_token_s.observe(now - sequence.arrived)
         sequence.told_at = now
         if job.grammars and token.id not in self._served.ends:
-            self.following.attempt(job, partial(job.grammars[sequence.completion].take, token.id))
+            self.following.take(job, sequence.completion, token.id)
             if job.failure:
                 self._end(job.request.id, Finish.ERROR, job.failure)
                 return

@@ -110,6 +110,7 @@ class Grammar:
     def __init__(self, matcher: Any, vocabulary: int, masks: dict[tuple[int, ...], bytes]) -> None:
         self._matcher, self._vocabulary, self._masks = matcher, vocabulary, masks
         self._taken: tuple[int, ...] = ()
+        self._next: Tensor | None = None  # which tokens may come next, once that is found
 
     def copy(self) -> "Grammar":
         """Return another one, for a text that has not begun, as this one's has not."""
@@ -128,15 +129,18 @@ class Grammar:
 
     def allowed(self) -> Tensor:
         """Return which tokens may come next, bool [vocabulary]. Raises `NotFollowed`."""
-        self._check()
-        mask = self._mask()
-        self._check()
-        bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-        spread = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
-        return spread.flatten().bool()[: self._vocabulary]
+        if self._next is None:
+            self._check()
+            mask = self._mask()
+            self._check()
+            bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+            spread = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
+            self._next = spread.flatten().bool()[: self._vocabulary]
+        return self._next
 
     def take(self, token: int) -> None:
         """Go on with this token. Raises `NotFollowed`."""
+        self._next = None
         self._matcher.consume_token(token)
         self._check()
         if len(self._taken) <= LONGEST:

@@ -3,13 +3,21 @@
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
 
 
 class TooSlow(Exception):
     """It was not done in time."""
+
+
+class Outcome(NamedTuple):
+    """What became of a call."""
+
+    call: Callable[[], Any]
+    result: Any
+    error: BaseException | None
 
 
 class SideThread:
@@ -22,15 +30,19 @@ class SideThread:
     def __init__(self) -> None:
         self._work: SimpleQueue[Any] | None = None
 
-    def within(self, seconds: float, call: Callable[[], Result]) -> Result:
-        """Return what `call` returns. Raises `TooSlow` if it takes longer."""
+    def begin(self, call: Callable[[], Any], done: "SimpleQueue[Outcome]") -> None:
+        """Have this called, and its outcome put into a queue."""
         if self._work is None:
             self._work = SimpleQueue()
             threading.Thread(target=_run, args=(self._work,), name="serve-schema-mask", daemon=True).start()
-        done = SimpleQueue[tuple[Any, BaseException | None]]()
         self._work.put((call, done))
+
+    def within(self, seconds: float, call: Callable[[], Result]) -> Result:
+        """Return what `call` returns. Raises `TooSlow` if it takes longer."""
+        done = SimpleQueue[Outcome]()
+        self.begin(call, done)
         try:
-            result, error = done.get(timeout=seconds)
+            _, result, error = done.get(timeout=seconds)
         except Empty:
             self.close()
             raise TooSlow from None
@@ -49,6 +61,6 @@ def _run(work: "SimpleQueue[Any]") -> None:
     while (asked := work.get()) is not None:
         call, done = asked
         try:
-            done.put((call(), None))
+            done.put(Outcome(call, call(), None))
         except BaseException as error:  # whatever it is: who asked raises it
-            done.put((None, error))
+            done.put(Outcome(call, None, error))

@@ -1,6 +1,7 @@
 """Sequences under way, and the step that runs rows of several of them as one flat batch."""
 
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from symbiosis.serving.lora.adapter import Adapter
@@ -121,3 +122,13 @@ class SchedulerOutput:
     def rows(self) -> int:
         last = self.segments[-1]
         return last.first + last.rows
+
+    def without(self, unknown: Container[Sequence]) -> "SchedulerOutput":
+        """Return what was computed of the step for good if these sequences choose no token: all but the last row of each."""
+        segments, first = list[ScheduledRequest](), 0
+        for each in self.segments:
+            rows, chooses = (each.rows - 1, False) if each.sequence in unknown else (each.rows, each.chooses)
+            if rows:
+                segments.append(replace(each, first=first, rows=rows, chooses=chooses))
+                first += rows
+        return replace(self, segments=tuple(segments))
