@@ -13,7 +13,7 @@ SHARES, ALONE = "would share", "would not share"  # the verdicts of a dry run
 
 def left_alone(name: object, why: str, settings: Settings) -> None:
     """Say why a model is loaded as without `symbiosis run`. With `--require`, raise `NotShared`."""
-    line = f"{_short(name)} is not shared: {why}"
+    line = f"{_short(name)} is not shared: {' '.join(why.split())}"
     _end_if_dry(ALONE, line, settings)
     if settings.require:
         raise NotShared(f"{line} (--require forbids that)")
@@ -50,10 +50,10 @@ def _say(line: str) -> None:
 def _short(name: object) -> str:
     """Return the last part of a path or of a hub id.
 
-    >>> _short("Qwen/Qwen3-8B"), _short("/srv/models/llama/")
-    ('Qwen3-8B', 'llama')
+    >>> _short("Qwen/Qwen3-8B"), _short("/srv/models/llama/"), _short(None)
+    ('Qwen3-8B', 'llama', 'a model')
     """
-    return str(name).rstrip("/").rpartition("/")[2]
+    return "a model" if name is None else str(name).rstrip("/").rpartition("/")[2]
 
 
 def _size(count: int) -> str:
