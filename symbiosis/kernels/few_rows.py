@@ -29,7 +29,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 MOST_ROWS, MULTIPLE = 8, 16  # the C formula takes at most so many rows, of a width that is such a multiple
 WORTH = 0.9  # another formula must take less than this part of the usual one's time
 Formula = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Kind = tuple[torch.Size, torch.dtype]
+Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 def by_rows(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -89,9 +89,12 @@ class FewRows:
         self._most = max(tried)
         self._chosen = {kind: _choose(some, tried, formulas) for kind, some in same.items()}
 
-    def __call__(self, x_TK: Tensor, v_KN: Tensor, bias_N: Tensor | None, out_TN: None = None) -> Tensor:
+    def __call__(
+        self, x_TK: Tensor, v_KN: Tensor, bias_N: Tensor | None, out_TN: None = None, of: int | None = None
+    ) -> Tensor:
+        """`of`: the columns of the matrix of which V has some. They are multiplied as the whole matrix would be."""
         weight_NK = v_KN.t()
-        chosen = self._chosen.get((weight_NK.shape, weight_NK.dtype))
+        chosen = self._chosen.get(((of or len(weight_NK), weight_NK.shape[1]), weight_NK.dtype))
         if chosen is None or len(x_TK) > self._most or not weight_NK.is_contiguous():  # views were not measured
             return by_rows(x_TK, weight_NK, bias_N)
         return chosen[len(x_TK)](x_TK, weight_NK, bias_N)

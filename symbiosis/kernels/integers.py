@@ -93,7 +93,9 @@ def product_by_parts(x_TK: Tensor, w_DKN: Tensor, out_TN: Tensor | None = None) 
     return product_of_digits(digits(x_TK), w_DKN, None, out_TN)
 
 
-def product_of_digits(x_DTK: Tensor, w_DKN: Tensor, bias: None = None, out_TN: Tensor | None = None) -> Tensor:
+def product_of_digits(
+    x_DTK: Tensor, w_DKN: Tensor, bias: None = None, out_TN: Tensor | None = None, of: int | None = None
+) -> Tensor:
     """Return what `product_by_parts` does, for rows of which the digits are known."""
     size, rows, width = x_DTK.shape
     if out_TN is None:

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 
-def product(x_TK: Tensor, v_KN: Tensor, bias_N: Tensor | None, out_TN: Tensor | None = None) -> Tensor:
-    """Return `x V (+ b)`, where the sum with the bias rounds once. With three dimensions there is one product per leading index."""
+def product(
+    x_TK: Tensor, v_KN: Tensor, bias_N: Tensor | None, out_TN: Tensor | None = None, of: int | None = None
+) -> Tensor:
+    """Return `x V (+ b)`, where the sum with the bias rounds once. With three dimensions there is one product per leading index. `of`: the
+    columns of the matrix of which V has some."""
     if x_TK.dim() == 3:
         return torch.bmm(x_TK, v_KN, out=out_TN)
     if bias_N is not None:

@@ -6,7 +6,7 @@ from math import prod
 import msgspec
 
 from symbiosis.executor.calls.cell_ops import JOINED
-from symbiosis.executor.calls.cells import GRAINS, Grid
+from symbiosis.executor.calls.cells import GRAINS, Grid, grains_for
 from symbiosis.executor.calls.price import grid_of, price_of
 from symbiosis.executor.calls.validation import check_call, must_be_finite
 from symbiosis.executor.model.store import Store
@@ -15,7 +15,7 @@ from symbiosis.executor.scheduling.queue import Grains
 from symbiosis.protocol import ITEMSIZE, Call, Op, View, width
 from symbiosis.transport.tensors import Shapes
 
-WORTH_CUTTING = 1 << 17  # multiplications; a shorter call keeps nobody waiting, whatever its dtype
+WORTH_CUTTING = 1 << 17  # multiplications; a shorter call that is not joined keeps nobody waiting, whatever its dtype
 WHOLE: tuple[Grid, ...] = ((1,),)  # the grids of what is not cut
 
 
@@ -56,10 +56,10 @@ def make_plan(call: Call, store: Store, options: Options) -> CallPlan:
     shape = check_call(call, store, options)
     widths = [width(store.manifest[layer]) for layer in call.layers] if call.op is Op.FORWARD else list(shape[1:])
     grids: tuple[Grid, ...] = WHOLE
-    if not store.on_gpu and prod(shape) > 0:
-        grids = tuple(grid_of(call, shape, widths, grain) for grain in GRAINS)
+    if not store.on_gpu and (prod(shape) > 0 or call.by_rows):
+        grids = tuple(grid_of(call, shape, widths, grain) for grain in grains_for(call.dtype))
     price = price_of(call, shape, prod(grids[0]), store, options)
-    if price.turns == 1 and price.multiplications < WORTH_CUTTING:
+    if not call.by_rows and price.turns == 1 and price.multiplications < WORTH_CUTTING:
         grids = WHOLE
     return CallPlan(
         key=Key(call.layers, call.op, call.dtype, call.bias, call.view, call.seeded),
@@ -74,7 +74,7 @@ def make_plan(call: Call, store: Store, options: Options) -> CallPlan:
         scratch=price.scratch,
         turns=price.turns,
         grids=grids,
-        grains=tuple((grain.rows, prod(grid)) for grain, grid in zip(GRAINS, grids, strict=False)),
+        grains=tuple((grain.rows, prod(grid)) for grain, grid in zip(grains_for(call.dtype), grids, strict=False)),
         kind=kind_of(call, store),
         finite=must_be_finite(call, options),
     )

@@ -12,13 +12,19 @@ class Grain(NamedTuple):
     columns: int
 
 
-# From coarse to fine. With fewer than 64 rows, each row costs more; with fewer than 8 rows or 16 columns, libraries take other kernels for
-# what they are fast at, which round differently.
+# From coarse to fine. With fewer than 64 rows, each row costs more. With fewer than 8 rows, or columns that do not begin at such a multiple,
+# libraries take other kernels for what they are fast at, which round differently. So what every CPU is fast at is not cut into values.
 GRAINS = (Grain(64, 16), Grain(8, 16), Grain(1, 1))
+GRAINS_OF = {"float32": GRAINS[:2], "float64": (Grain(64, 24), Grain(8, 24))}
 SMALL = 2048  # values that are copied together
 
 Grid = tuple[int, ...]
 Box = tuple[slice, ...]
+
+
+def grains_for(dtype: str) -> Sequence[Grain]:
+    """Return the grains by which a product of this dtype can be cut without a change of its bits."""
+    return GRAINS_OF.get(dtype, GRAINS)
 
 
 def leading(shape: Sequence[int], grain: Grain) -> Grid:

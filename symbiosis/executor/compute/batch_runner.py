@@ -92,7 +92,9 @@ class BatchRunner:
         except Exception as error:  # whatever it is: the executor has other clients
             if len(batch.slices) > 1:
                 for piece in batch.slices:
-                    self.compute(Batch(batch.key, [piece], batch.formed))
+                    self.compute(
+                        Batch(batch.key, [piece], batch.formed, batch.cells, batch.first, batch.last, grain=batch.grain)
+                    )
             else:
                 batch.slices[0].item.work.error = error
         seconds = perf_counter() - begun

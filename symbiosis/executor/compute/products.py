@@ -3,7 +3,7 @@
 Shapes: T rows, K what goes in, N what comes out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 
 from torch import Tensor
@@ -50,30 +50,36 @@ class Products:
         return [sum_of_products(list(zip(x, matrices, strict=True)), out[0] if out else None, multiply)]
 
     def prepared(self, call: Call, x: list[Tensor]) -> list[Tensor]:
-        """Return the rows as `multiply_panels` takes them, so that all panels share what is done with the rows alone."""
+        """Return the rows as `panels` takes them, so that all panels share what is done with the rows alone."""
         return [digits(part) for part in x] if call.dtype in WEIGHT_BITS else x
 
-    def multiply_panels(self, call: Call, x: list[Tensor], outs: list[Tensor], side: slice, step: int) -> None:
-        """Compute some columns of a call's results (`side`, in cells of `step` columns) from prepared rows, into `outs`."""
-        biases = self.store.biases_of(call)
-        multiply: Callable[..., Tensor] = product_of_digits if call.dtype in WEIGHT_BITS else product
+    def panels(
+        self, call: Call, x: list[Tensor], side: slice, step: int, forward: Callable[..., Tensor] = product
+    ) -> Iterator[tuple[int, slice, Tensor]]:
+        """Compute some columns of a call's results (`side`, in cells of `step` columns) from prepared rows. Yield the number of each result
+        that has any, which columns they are, and their values. `forward` is as for `multiply`."""
+        widths = [self.store.matrix(layer, call.op, call.view).shape[-1] for layer in call.layers]
+        multiply: Callable[..., Tensor] = product
+        if call.dtype in WEIGHT_BITS:
+            multiply = forward = product_of_digits
         if call.op is Op.DGRAD:
-            columns = part_of(side, outs[0].shape[1], step)
+            columns = part_of(side, widths[0], step)
             members = list(zip(x, call.layers, strict=True))
             parts = (multiply(dy, self._panel(call, layer, columns), None) for dy, layer in reversed(members))
-            outs[0][:, columns] = reduce(Tensor.add_, parts)
+            yield 0, columns, reduce(Tensor.add_, parts)
             return
         if call.op not in ONE_PRODUCT:
             raise _unwritten(call)
         begun = 0
-        for layer, out_TN, bias in zip(call.layers, outs, biases, strict=True):
-            count = cells(out_TN.shape[1], step)
+        for number, (layer, width, bias) in enumerate(
+            zip(call.layers, widths, self.store.biases_of(call), strict=True)
+        ):
+            count = cells(width, step)
             mine = slice(max(side.start - begun, 0), min(side.stop - begun, count))
             if mine.start < mine.stop:
-                columns = part_of(mine, out_TN.shape[1], step)
-                multiply(
-                    x[0], self._panel(call, layer, columns), None if bias is None else bias[columns], out_TN[:, columns]
-                )
+                columns = part_of(mine, width, step)
+                own = None if bias is None else bias[columns]
+                yield number, columns, forward(x[0], self._panel(call, layer, columns), own, of=width)
             begun += count
 
     def gathers_for(self, call: Call) -> bool:

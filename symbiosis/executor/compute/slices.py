@@ -3,7 +3,7 @@
 Shapes: T rows of all sessions, K what goes in, N what comes out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -13,7 +13,7 @@ from symbiosis.base.keystream import keystream
 from symbiosis.errors import CallError
 from symbiosis.executor.call_kinds import SingleCall
 from symbiosis.executor.calls.cell_ops import CellOps
-from symbiosis.executor.calls.cells import GRAINS, boxes
+from symbiosis.executor.calls.cells import boxes, grains_for
 from symbiosis.executor.calls.validation import check_finite, check_share
 from symbiosis.executor.compute.products import Products
 from symbiosis.executor.scheduling.queue import Batch, Slice
@@ -51,17 +51,21 @@ class Slices:
                 self._land(slices)
 
     def compute_turn(self, batch: Batch) -> None:
-        """Compute one turn: some cells of a slice's result, or of a call that does not go by rows. A call that has failed is
-        skipped."""
-        piece = batch.slices[0]
-        work: SingleCall = piece.item.work
-        if work.error is not None:
+        """Compute one turn: some cells of the result of slices, or of a call that does not go by rows. Where all calls have failed,
+        nothing is computed."""
+        work: SingleCall = batch.slices[0].item.work
+        if all(piece.item.work.error is not None for piece in batch.slices):
             return
-        grain = GRAINS[batch.grain]
+        grain = grains_for(work.call.dtype)[batch.grain]
         if work.call.by_rows:
-            self._prepare(batch, work)
+            self._prepare(batch)
+            forward = self._product_of_joined if len(batch.slices) > 1 else product
+            outs = _outputs_of(batch.slices)
             for (side,) in boxes(work.plan.grids[batch.grain], batch.first, batch.last):
-                self._products.multiply_panels(work.call, batch.inputs, _outputs(piece), side, grain.columns)
+                for number, columns, y_TN in self._products.panels(
+                    work.call, batch.inputs, side, grain.columns, forward
+                ):
+                    _scatter(y_TN, [out_TN[:, columns] for out_TN in outs[number]])
         else:
             if work.finite:
                 first, last = batch.first / batch.cells, batch.last / batch.cells
@@ -79,14 +83,14 @@ class Slices:
             except CallError as error:
                 work.error = error
 
-    def _prepare(self, batch: Batch, work: SingleCall) -> None:
-        """Before the first turn of a slice, check its rows, and prepare them for all its turns."""
-        if batch.first:
+    def _prepare(self, batch: Batch) -> None:
+        """Before the first turn of slices, check their rows, and prepare them for all turns."""
+        if batch.inputs is not None:
             return
         begun = perf_counter()
-        piece = batch.slices[0]
-        self._check(work, slice(piece.start, piece.stop))
-        batch.inputs = self._products.prepared(work.call, self._inputs(batch.slices[0]))
+        for item, start, stop in batch.slices:
+            self._check(item.work, slice(start, stop))
+        batch.inputs = self._products.prepared(batch.slices[0].item.work.call, self._gathered(batch.slices))
         batch.prepared_s = perf_counter() - begun
 
     def _joined(self, call: Call, slices: list[Slice]) -> None:
@@ -114,12 +118,14 @@ class Slices:
 
     def _rows_together(self, call: Call, slices: list[Slice]) -> None:
         """Gather the rows of all slices, make one product (or one for each layer of a group), and scatter the results."""
-        rows = [piece.stop - piece.start for piece in slices]
-        x = [torch.cat(parts) for parts in zip(*map(self._inputs, slices), strict=True)]
-        y = self._products.multiply(call, x, forward=self._product_of_joined)
-        for y_TN, outs in zip(y, zip(*map(_outputs, slices), strict=True), strict=True):
-            for out_TN, part_TN in zip(outs, y_TN.split(rows), strict=True):
-                out_TN.copy_(part_TN, non_blocking=True)
+        y = self._products.multiply(call, self._gathered(slices), forward=self._product_of_joined)
+        for y_TN, outs in zip(y, _outputs_of(slices), strict=True):
+            _scatter(y_TN, outs)
+
+    def _gathered(self, slices: list[Slice]) -> list[Tensor]:
+        """Return the rows of all slices, one below the other."""
+        parts = [self._inputs(piece) for piece in slices]
+        return parts[0] if len(parts) == 1 else list(map(torch.cat, zip(*parts, strict=True)))
 
     def _inputs(self, piece: Slice) -> list[Tensor]:
         """Return the slice's rows on this device: one tensor, or one for each member of a group's DGRAD."""
@@ -150,6 +156,16 @@ def _outputs(piece: Slice) -> list[Tensor]:
     """Return where the slice's results go: one tensor, or one for each member of a group's FORWARD."""
     work: SingleCall = piece.item.work
     return [part[piece.start : piece.stop] for part in work.outputs]
+
+
+def _outputs_of(slices: list[Slice]) -> list[tuple[Tensor, ...]]:
+    """Return, for each result, where it goes of each slice."""
+    return list(zip(*map(_outputs, slices), strict=True))
+
+
+def _scatter(y_TN: Tensor, outs: Sequence[Tensor]) -> None:
+    for out_TN, part_TN in zip(outs, y_TN.split(list(map(len, outs))), strict=True):
+        out_TN.copy_(part_TN, non_blocking=True)
 
 
 def _run(key: bytes, call: Call, first: int, last: int) -> Tensor:

@@ -86,7 +86,7 @@ class Batcher:
         dropped = self.callers.leave(session)
         for item in dropped:
             self._queues.remove(item)
-        self._begun = [batch for batch in self._begun if batch.slices[0].item.session != session]
+        self._begun = [batch for batch in self._begun if self.callers.of(batch)]
         return dropped
 
     def add(self, item: Item) -> None:
@@ -109,11 +109,13 @@ class Batcher:
             return None
         if len(queues) == 1 and len(queues[0]) == 1 and not self._begun:  # as it is mostly
             return self._cutting.take(queues[0][0], now)
-        begun = [batch.slices[0].item for batch in self._begun]
+        here = self.callers.sessions
+        begun = {item: batch for batch in self._begun for item, _, _ in batch.slices if item.session in here}
         item = self._ranking.first(queues, begun, behind, now)
         if item not in begun:
             return self._cutting.take(item, now)
-        batch = self._begun.pop(begun.index(item))
+        batch = begun[item]
+        self._begun = [other for other in self._begun if other is not batch]
         self._cutting.go_on(batch, now)
         return batch
 
@@ -133,7 +135,7 @@ class Batcher:
         self.costs.learn_turn(batch, seconds)
         if ends:
             self.costs.learn(batch)
-        elif batch.slices[0].item.session in self.callers.sessions:
+        elif self.callers.of(batch):
             self._begun.append(batch)
         each = seconds / max(1, batch.rows)
         for item, start, stop in batch.slices:

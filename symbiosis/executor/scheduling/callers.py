@@ -4,7 +4,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator
 from math import inf
 
 from symbiosis.executor.scheduling.arrival_model import ArrivalModel, Habits
-from symbiosis.executor.scheduling.queue import Item
+from symbiosis.executor.scheduling.queue import Batch, Item
 from symbiosis.executor.scheduling.rules import Rules
 from symbiosis.executor.scheduling.tenant_use import ACTIVE_S, TenantUse
 
@@ -28,6 +28,11 @@ class Callers:
 
     def __getitem__(self, item: Item) -> ArrivalModel:
         return self.sessions[item.session]
+
+    def of(self, batch: Batch) -> list[ArrivalModel]:
+        """Return the sessions whose calls are in a batch, without those that have left."""
+        sessions = self.sessions
+        return [sessions[item.session] for item, _, _ in batch.slices if item.session in sessions]
 
     @property
     def are_tenants(self) -> bool:

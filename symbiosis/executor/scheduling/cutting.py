@@ -56,18 +56,16 @@ class Cutting:
         else:
             pieces, first = self._some(head, queue, most, most_rows), self._callers[head]
         self._callers.served([self._callers.sessions[item.session] for item, _, _ in pieces], now, first)
-        if len(pieces) > 1:  # joined calls are not cut into turns: each caller waits for the whole product anyway
-            return Batch(head.key, self._in_order(pieces), now)
-        batch = Batch(head.key, pieces, now)
-        if head.grains[0][1] > 1:
+        batch = Batch(head.key, self._in_order(pieces) if len(pieces) > 1 else pieces, now)
+        if head.grains[0][1] > 1 and (head.divisible or len(pieces) == 1):
             self._set_grain(batch, now)
             self._set_turn(batch, now)
         return batch
 
     def go_on(self, batch: Batch, now: float) -> None:
         """Set the batch's next turn."""
-        rhythm = self._callers[batch.slices[0].item]
-        rhythm.served = rhythm.tenant.served = now
+        for rhythm in self._callers.of(batch):
+            rhythm.served = rhythm.tenant.served = now
         most = batch.last + GROWTH * (batch.last - batch.first)
         batch.first, batch.last = batch.last, batch.cells
         self._set_turn(batch, now)
@@ -125,8 +123,8 @@ class Cutting:
     def _most_rows(self, head: Item, queue: Queue) -> int:
         """Return how many rows a slice or a product may have: fewer while tenants call that have no part in it."""
         most = self._rules.max_rows
-        few = queue.rows <= FEW_ROWS and (head.grains[0][1] == 1 or (len(queue) > 1 and not queue.apart))
-        if self._rules.invariant or (few if head.divisible else len(queue) == 1):
+        short = queue.rows <= FEW_ROWS and head.grains[0][1] == 1
+        if self._rules.invariant or (short if head.divisible else len(queue) == 1):
             return most
         seconds = self._costs.at_most(head, queue.rows if head.divisible else head.rows)
         if not head.divisible:
@@ -135,7 +133,7 @@ class Cutting:
         turn_s = self._turn_s(head, own, head.arrived)
         least, row_s = 1, seconds / queue.rows
         if head.divisible and seconds > turn_s:
-            least, _ = head.grains[self._grain(head, head.left, turn_s)]
+            least, _ = head.grains[self._grain(head, queue.rows, turn_s)]
             row_s = max(self._costs.at_most(head, least) / least, 2 * self._costs.of_preparing(head))
         return int(min(most, max(least, turn_s / max(row_s, 1e-12))))
 
@@ -149,23 +147,26 @@ class Cutting:
         return len(item.grains) - 1
 
     def _set_grain(self, batch: Batch, now: float) -> None:
-        item, start, stop = batch.slices[0]
+        item = batch.slices[0].item
         if not self._rules.invariant:
-            batch.grain = self._grain(item, stop - start, self._turn_s(item, {self._callers[item].tenant}, now))
+            batch.grain = self._grain(item, batch.rows, self._turn_s(item, self._own(batch), now))
         batch.cells = batch.last = item.grains[batch.grain][1]
 
     def _set_turn(self, batch: Batch, now: float) -> None:
-        item, start, stop = batch.slices[0]
+        item = batch.slices[0].item
         left = batch.cells - batch.first
-        turns = item.turns * left / batch.cells
+        turns = max(piece.item.turns for piece in batch.slices) * left / batch.cells
         if batch.first:
             seconds = (batch.seconds - batch.prepared_s) / batch.first * left
         else:
-            seconds = self._costs.at_most(item, stop - start)
+            seconds = self._costs.at_most(item, batch.rows)
         if not self._rules.invariant and seconds > LONG * TURN_S:
-            turn_s = self._turn_s(item, {self._callers[item].tenant}, now)
+            turn_s = self._turn_s(item, self._own(batch), now)
             turns = max(turns, seconds / turn_s if seconds > LONG * turn_s else 1.0)
         batch.last = batch.first + max(1, int(left / max(1.0, turns)))
+
+    def _own(self, batch: Batch) -> set[TenantUse]:
+        return {rhythm.tenant for rhythm in self._callers.of(batch)}
 
     def _turn_s(self, item: Item, own: set[TenantUse], since: float) -> float:
         """Return how long a turn may take: no longer than the shortest recent calls of the other tenants, within bounds."""

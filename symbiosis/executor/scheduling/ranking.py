@@ -9,7 +9,7 @@ Where keys identify tenants, use goes before priority among them. So how much a 
 has, nor on how urgent they say they are.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from symbiosis.executor.scheduling.arrival_model import ArrivalModel
@@ -30,7 +30,7 @@ class Ranking:
     def __init__(self, rules: Rules, queues: Queues, callers: Callers) -> None:
         self._rules, self._queues, self._callers = rules, queues, callers
 
-    def first(self, queues: Sequence[Queue], begun: Sequence[Item], behind: Behind, now: float) -> Item:
+    def first(self, queues: Sequence[Queue], begun: Collection[Item], behind: Behind, now: float) -> Item:
         """Return the call to run, of those in `queues` and those that have `begun`; of a queue that runs as a whole, the most
         urgent."""
         if len(queues) == 1 and not begun and self.runs_whole(queues[0]):
