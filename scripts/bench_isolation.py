@@ -9,6 +9,7 @@
     costly   of each op the call that costs most for what is sent: seeds, stacks, groups, wide columns, reads, norms
     watchers 20 connections of observers that have large payloads sent back, and read late
     dgrad-DTYPE  one gradient after another of 512 rows through a matrix with 14,336 rows, in each dtype that an executor takes
+    joined-DTYPE  the same from four sessions, of 16 rows each, which run as one product
 
 The other tenant's processes have the lowest priority of the scheduler, because they would run on other machines: what is
 measured is the executor. Before each of these the first tenant is measured alone, and compared with that. Afterwards it is measured
@@ -65,9 +66,9 @@ LAYER = "model.layers.0.self_attn.q_proj"
 LARGE_ROWS = 16 << 11  # of 512 bytes: 16 MB
 MLP = "model.layers.0.mlp.gate_proj"
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
-WIDE, WIDE_ROWS = 14_336, 512
+WIDE, WIDE_ROWS, JOINED_ROWS = 14_336, 512, 16
 NARROW_SITUATIONS = ("flood", "crowd", "frozen", "trainer", "rows", "costly", "watchers", "strangers")
-WIDE_SITUATIONS = tuple(f"dgrad-{dtype}" for dtype in DTYPES)
+WIDE_SITUATIONS = tuple(f"{act}-{dtype}" for act in ("dgrad", "joined") for dtype in DTYPES)
 SITUATIONS = NARROW_SITUATIONS + WIDE_SITUATIONS
 SESSIONS, ROWS = 4, 8192
 WATCHERS = 20
@@ -297,16 +298,18 @@ class Nuisance:
 
     def dgrad(self, start: float, seconds: float, dtype: str) -> int:
         """Gradients of rows through a wide matrix, one after another."""
+        return self._gradients(1, WIDE_ROWS, start, seconds, dtype)
+
+    def joined(self, start: float, seconds: float, dtype: str) -> int:
+        """Gradients of few rows through a wide matrix, from several sessions."""
+        return self._gradients(SESSIONS, JOINED_ROWS, start, seconds, dtype)
+
+    def _gradients(self, sessions: int, rows: int, start: float, seconds: float, dtype: str) -> int:
         session = Session(self._endpoint)
         mlp = layer_number(session, MLP)
-        dy = torch.ones(WIDE_ROWS, session.manifest[mlp].shape[0], dtype=getattr(torch, dtype))
-        wait_for(start)
-        calls, end = 0, time.monotonic() + seconds
-        while time.monotonic() < end:
-            session.call(Op.DGRAD, mlp, dy)
-            calls += 1
         session.close()
-        return calls
+        dy = torch.ones(rows, WIDE, dtype=getattr(torch, dtype))
+        return self._all_at_once([lambda session: session.call(Op.DGRAD, mlp, dy)] * sessions, start, seconds)
 
     def _all_at_once(self, calls: Sequence[Callable[[Session], object]], start: float, seconds: float) -> int:
         """Each again and again, in a session and a thread of its own; how many were answered."""
