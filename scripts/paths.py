@@ -1,7 +1,7 @@
 """How far a stranger has to read: the functions that a call, a product and a request run through, and what a new part touches.
 
 Functions are counted as they run, by `sys.setprofile` in every process (`_recorder.py`), in programs that are warm: the fewest distinct ones of
-several samples. All else is read in the sources.
+several samples. Those of a call end with its answer: what the executor books afterwards is seen or not, as the client is slower or quicker. All else is read in the sources.
 
     python scripts/paths.py              # a table, with what each figure is to reach, and one JSON object; half a minute
     python scripts/paths.py --names      # ... and the functions of each path, in files
@@ -35,6 +35,7 @@ from symbiosis.base.reporting import Report
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "symbiosis"
 SAMPLES, PATIENCE_S = 5, 120.0
+BOOKED = "Ledger.answered"  # what the executor enters first when it has answered a call
 PARTS = {
     "an op": "An op",
     "a transport": "A transport",
@@ -81,12 +82,17 @@ class Paths:
             run()
             self.flag.record(0)
 
-    def functions(self, name: str, pids: Callable[[int], bool]) -> set[tuple[str, str]]:
-        """Return the distinct functions of the processes asked for, in the sample with the fewest: other samples were interrupted."""
+    def functions(self, name: str, pids: Callable[[int], bool], before: str = "") -> set[tuple[str, str]]:
+        """Return the distinct functions of the processes asked for, in the sample with the fewest: other samples were interrupted. Those
+        that run after a process has entered `before` do not count."""
         runs: dict[int, set[tuple[str, str]]] = {number: set() for number in self.samples[name]}
-        for noted in self.flag.noted():
+        over = set[tuple[int, int]]()
+        for noted in self.flag.noted():  # in the order in which each process entered them
             if noted.path in runs and pids(noted.pid):
-                runs[noted.path].add((noted.file, noted.function))
+                if noted.function == before:
+                    over.add((noted.path, noted.pid))
+                if (noted.path, noted.pid) not in over:
+                    runs[noted.path].add((noted.file, noted.function))
         return min(runs.values(), key=len)
 
     def processes(self, name: str) -> set[int]:
@@ -115,7 +121,7 @@ def record_calls(paths: Paths, folder: Path) -> dict[str, set[tuple[str, str]]]:
             paths.record(name, lambda: layer(rows))  # noqa: B023
             found[f"{name}, client"] = paths.functions(name, lambda pid: pid == os.getpid())
             if not share:
-                found["call, executor"] = paths.functions(name, lambda pid: pid == executor.pid)
+                found["call, executor"] = paths.functions(name, lambda pid: pid == executor.pid, before=BOOKED)
     return found
 
 
