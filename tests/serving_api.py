@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -81,7 +80,7 @@ def http_process(engine: Engine, **options: Any) -> Iterator[Api]:
             model=options["model"], longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
             ends=tuple(engine.ends),
         )  # fmt: skip
-        link = EngineServer(engine, ours, welcome, load=Path)
+        link = EngineServer(engine, ours, welcome)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:
             eventually(lambda: is_up(url))

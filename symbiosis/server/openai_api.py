@@ -143,7 +143,7 @@ async def model(front: ServingState, request: Request) -> ASGIApp:
     if name == front.options.model:
         return _json(_base(front))
     try:
-        await front.remote.ask(type(None), "check", name)
+        await front.remote.ask(type(None), "check_adapter", name)
     except ApiError as error:
         if error.status == HTTPStatus.NOT_FOUND:
             raise unknown_model(name, [front.options.model]) from None
@@ -154,7 +154,7 @@ async def model(front: ServingState, request: Request) -> ASGIApp:
 
 
 async def _models(front: ServingState) -> list[dict[str, Any]]:
-    return [_base(front), *(_adapter(front, name) for name in await front.remote.ask(list[str], "names"))]
+    return [_base(front), *(_adapter(front, name) for name in await front.remote.ask(list[str], "adapter_names"))]
 
 
 def _base(front: ServingState) -> dict[str, Any]:
@@ -235,7 +235,9 @@ async def figures(front: ServingState, request: Request) -> ASGIApp:
     """Return what the page shows."""
     front.tenant(request)
     found = await front.figures()
-    adapters = await front.remote.ask(list[AdapterInfo], "adapters")
+    loaded = {each.name: each for each in await front.remote.ask(list[AdapterInfo], "adapters")}
+    names = await front.remote.ask(list[str], "adapter_names")
+    adapters = [loaded.get(name) or AdapterInfo(name=name) for name in names]
     template = getattr(front.tokenizer, "chat_template", None)
     kind = page.kind_of(front.options.folder, template)
     told = {"model": front.options.model, "chat": template is not None, "kind": kind}
@@ -258,7 +260,7 @@ def _check_name(front: ServingState, name: str) -> None:
 
 async def _check_new(front: ServingState, name: str) -> None:
     """Refuse a name that is there already, as vLLM does."""
-    loaded = {each.name for each in await front.remote.ask(list[AdapterInfo], "adapters") if each.version}
+    loaded = {each.name for each in await front.remote.ask(list[AdapterInfo], "adapters")}
     if name in loaded:
         raise wrong(f"adapter {name!r} is loaded already: give load_inplace=true to replace it", "lora_name")
 

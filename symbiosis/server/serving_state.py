@@ -74,7 +74,7 @@ class ServingState(ApiState):
         """Count no more what an adapter did that is gone."""
         if (name := key[-1]) != self.options.model:
             try:
-                await self.remote.ask(type(None), "check", name)
+                await self.remote.ask(type(None), "check_adapter", name)
             except ApiError as error:
                 if error.status < 500:  # there is none, or none that can be served
                     self.observer.adapters.drop(key)

@@ -76,7 +76,7 @@ async def server(engine: Engine, tracing: Tracing | None = None) -> AsyncIterato
     welcome = EngineReady(
         model="demo", longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary
     )
-    link = EngineServer(engine, ours, welcome, load=Path)
+    link = EngineServer(engine, ours, welcome)
     remote = await EngineClient.connect(theirs)
     options = FrontOptions(model="demo", folder=str(DEMO_MODEL))
     front = ServingState(remote, tokenizer_of(options), options, tracing)

@@ -285,7 +285,7 @@ def test_a_process_that_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPa
     link = EngineServer(engine, ours, EngineReady(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
     tokens = tuple(map(Token, range(10_000)))
     for _ in range(101):
-        link._on_output(Output(request=1, tokens=tokens))
+        link._told.append(Output(request=1, tokens=tokens))
         assert ours.fileno() != -1
         pauses[0]()
     link._threads[1].join(20)

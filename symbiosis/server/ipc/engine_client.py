@@ -1,4 +1,4 @@
-"""The other end of the link: the engine's verbs, as coroutines of the process that speaks HTTP."""
+"""The other end of the link: the engine's methods, as coroutines of the process that speaks HTTP."""
 
 import asyncio
 import logging
@@ -110,15 +110,15 @@ class EngineClient(asyncio.Protocol):
         """End a completion whose text has come to a stop string."""
         self._tell(StopCompletion(id, completion))
 
-    async def ask(self, kind: type[Result], verb: str, *arguments: str) -> Result:
-        """Call one of the engine's other verbs. Its answer is of this kind."""
+    async def ask(self, kind: type[Result], method: str, *arguments: str) -> Result:
+        """Call one of the engine's other methods (`engine_server.METHODS`). What it returns is read as this kind."""
         if self.ended.done():
             raise gone()
         number = next(self.ids)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            self._tell(Ask(number, verb, arguments, request_id.get()))
+            self._tell(Ask(number, method, arguments, request_id.get()))
             told = await answer
         finally:
             del self._asked[number]

@@ -63,10 +63,10 @@ class StopCompletion(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: one of its other verbs. The answer has the same number."""
+    """To the engine: call one of its other methods. The answer has the same number."""
 
     number: int
-    verb: str  # add, remove, check, names, adapters, figures
+    method: str
     arguments: tuple[str, ...] = ()
     request_id: str = ""  # for whom it is
 

@@ -4,7 +4,7 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
@@ -29,13 +29,13 @@ from symbiosis.server.ipc.engine_ipc import (
     Refused,
     StopCompletion,
     Submit,
-    ToEngine,
     encoder,
     framed,
     to_engine,
 )
 from symbiosis.server.ipc.pulse import BEAT_S, Pulse
 from symbiosis.server.ipc.tenant_threads import TenantThreads
+from symbiosis.serving.engine.engine_stats import EngineStats
 from symbiosis.serving.request import Output, Request
 
 logger = logging.getLogger("symbiosis")
@@ -44,11 +44,16 @@ tracebacks = Tracebacks()
 PATH = re.compile(r"(?<![\w./])(?:local://)?/(?!v1/)[^\s'\",;()]+")
 MOST_UNREAD = 500_000  # outputs
 MOST_REFUSED = 4096  # adapters whose refusals are logged once; beyond so many, they are logged again
-MAY_WAIT = ("add", "remove")  # verbs, until an adapter is read
+# which the other process may call, and what is told of their results
+METHODS: dict[str, Any] = {
+    "add": AdapterInfo, "remove": None, "check_adapter": None, "adapters": list[AdapterInfo], "adapter_names": list[str],
+    "figures": EngineStats,
+}  # fmt: skip
+MAY_WAIT = ("add", "remove")  # ... and which of them wait until an adapter is read
 
 
 class Serves(Protocol):
-    """What the link needs of an engine."""
+    """What the link needs of an engine, besides METHODS."""
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
     def cancel(self, id: int) -> None: ...
@@ -59,25 +64,13 @@ class Serves(Protocol):
     @property
     def room(self) -> tuple[int, int]: ...
     def has_loaded(self, name: str) -> bool: ...
-    def add(self, name: str, source: Any) -> Any: ...
-    def remove(self, name: str) -> None: ...
-    def adapters(self) -> Iterable[Any]: ...
-    def check_adapter(self, name: str) -> None: ...
-    def adapter_names(self) -> list[str]: ...
-    def figures(self) -> Any: ...
 
 
 class EngineServer:
-    """Serves one process at the other end of `connection` until it hangs up. What that process has asked for and not got is cancelled then.
+    """Serves one process at the other end of `connection` until it hangs up. What that process has asked for and not got is cancelled then."""
 
-    Args:
-        load: Makes of a folder what `engine.add` takes.
-    """
-
-    def __init__(
-        self, engine: Serves, connection: socket.socket, welcome: EngineReady, load: Callable[[str], Any] = str
-    ) -> None:
-        self._engine, self._connection, self._load = engine, connection, load
+    def __init__(self, engine: Serves, connection: socket.socket, welcome: EngineReady) -> None:
+        self._engine, self._connection = engine, connection
         self._unsent: SimpleQueue[FromEngine | None] = SimpleQueue()
         self._told: list[Output] = []  # of the present step
         self._put = self._sent = 0  # outputs
@@ -88,6 +81,7 @@ class EngineServer:
         self._refused: dict[str | None, str] = {}  # by adapter: why, as it was logged
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="serve-ask")
         # for what reads an adapter, or waits until it is read: others do not wait for it
+        self._adding = ThreadPoolExecutor(2, thread_name_prefix="serve-add")
         self._loading = TenantThreads(4, "serve-load")
         self._lanes = TenantThreads(4, "serve-schema")
         self._unsent.put(welcome)
@@ -115,7 +109,8 @@ class EngineServer:
         self._unsent.put(None)
         for thread in self._threads:
             thread.join()
-        self._pool.shutdown(cancel_futures=True)
+        for pool in (self._pool, self._adding):
+            pool.shutdown(cancel_futures=True)
         for lanes in (self._loading, self._lanes):
             lanes.close()
         self._connection.close()
@@ -124,8 +119,17 @@ class EngineServer:
         try:
             with self._connection.makefile("rb") as stream:
                 while head := stream.read(LENGTH.size):
-                    (length,) = LENGTH.unpack(head)
-                    self._take(to_engine.decode(stream.read(length)))
+                    message = to_engine.decode(stream.read(*LENGTH.unpack(head)))
+                    self._pulse.beat()
+                    match message:
+                        case Submit(request):
+                            self._begin(request)
+                        case Cancel(id):
+                            self._cancel(id)
+                        case StopCompletion(id, completion):
+                            self._engine.stop(id, completion)
+                        case Ask(method=method):
+                            (self._adding if method in MAY_WAIT else self._pool).submit(self._answer, message)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             logger.debug("the link to the HTTP process broke: %s", error)
         finally:
@@ -133,23 +137,9 @@ class EngineServer:
                 self._cancel(id)
             self._unsent.put(None)
 
-    def _take(self, message: ToEngine) -> None:
-        self._pulse.beat()
-        if isinstance(message, Submit):
-            self._open[message.request.id] = len(message.request.under_way)
-            self._begin(message.request)
-        elif isinstance(message, Cancel):
-            self._cancel(message.id)
-        elif isinstance(message, StopCompletion):
-            self._engine.stop(message.id, message.completion)
-        elif isinstance(message, Ask):
-            if message.verb in MAY_WAIT:
-                self._loading.submit("", lambda: self._answer(message))
-            else:
-                self._pool.submit(self._answer, message)
-
     def _begin(self, request: Request) -> None:
         """Submit a request. What has to be read or prepared for it is done in another thread, because the next message does not wait."""
+        self._open[request.id] = len(request.under_way)
         schema, adapter = request.sampling.schema, request.adapter
         if adapter is not None and not self._engine.has_loaded(adapter):
             begun = self._loading.submit(request.tenant, lambda: self._submit(request))
@@ -171,7 +161,7 @@ class EngineServer:
     def _submit(self, request: Request) -> None:
         with about_request(request.external_id):
             try:
-                self._engine.submit(request, self._on_output)
+                self._engine.submit(request, self._told.append)
                 self._refused.pop(request.adapter, None)
             except Exception as error:
                 self._open.pop(request.id, None)
@@ -191,21 +181,19 @@ class EngineServer:
             self._refused[adapter] = why
             logger.warning("%s", why)
 
-    def _on_output(self, output: Output) -> None:
-        """Take an output, in the engine's thread."""
-        if output.finish is not None and output.request in self._open:
-            self._open[output.request] -= 1
-            if not self._open[output.request]:
-                del self._open[output.request]
-        if output.error is not None:
-            output = msgspec.structs.replace(output, error=without_paths(output.error))
-        self._told.append(output)
-
     def _on_pause(self) -> None:
         """Send what a step has told as one message, in the engine's thread."""
         if not self._told:
             return
-        told, self._told = self._told, []
+        told = self._told.copy()
+        self._told.clear()
+        for number, output in enumerate(told):
+            if output.finish is not None and output.request in self._open:
+                self._open[output.request] -= 1
+                if not self._open[output.request]:
+                    del self._open[output.request]
+            if output.error is not None:
+                told[number] = msgspec.structs.replace(output, error=without_paths(output.error))
         self._put += len(told)
         self._unsent.put(Outputs(told))
         if self._put - self._sent > MOST_UNREAD:  # the other process does not read any more
@@ -226,37 +214,15 @@ class EngineServer:
     def _answer(self, ask: Ask) -> None:
         with about_request(ask.request_id):
             try:
-                answer = Answer(ask.number, msgspec.Raw(encoder.encode(self._verb(ask))))
+                if ask.method not in METHODS:
+                    raise ConfigError(f"the engine has no method {ask.method!r} for others")
+                result = getattr(self._engine, ask.method)(*ask.arguments)
+                told = None if result is None else msgspec.convert(result, METHODS[ask.method], from_attributes=True)
+                answer = Answer(ask.number, msgspec.Raw(encoder.encode(told)))
             except Exception as error:
                 message, status = _said(error)
                 answer = Answer(ask.number, error=message, status=status)
         self._unsent.put(answer)
-
-    def _verb(self, ask: Ask) -> object:
-        match ask.verb, ask.arguments:
-            case "add", (name, folder):
-                info = _info(self._engine.add(name, self._load(folder)))
-                logger.info("adapter %r: version %d is loaded", name, info.version)
-                return info
-            case "remove", (name,):
-                self._engine.remove(name)
-                logger.info("adapter %r is removed", name)
-                return None
-            case "check", (name,):
-                self._engine.check_adapter(name)
-                return None
-            case "names", ():
-                return self._engine.adapter_names()
-            case "adapters", ():
-                return self._adapters()
-            case "figures", ():
-                return self._engine.figures()
-        raise ConfigError(f"the engine has no verb {ask.verb!r} of {len(ask.arguments)} arguments")
-
-    def _adapters(self) -> list[AdapterInfo]:
-        """Return all adapters that can be asked for. Little is known of those that were never asked for."""
-        loaded = {adapter.name: _info(adapter) for adapter in self._engine.adapters()}
-        return [loaded.get(name) or AdapterInfo(name=name) for name in self._engine.adapter_names()]
 
     def _write(self) -> None:
         """Write what is to be sent."""
@@ -268,10 +234,6 @@ class EngineServer:
             logger.debug("the link to the HTTP process broke: %s", error)
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-
-
-def _info(adapter: Any) -> AdapterInfo:
-    return AdapterInfo(**{name: getattr(adapter, name) for name in AdapterInfo.__struct_fields__})
 
 
 def without_paths(text: str) -> str:

@@ -203,7 +203,7 @@ class ServeProcesses:
             model=model_name(self._options), longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
             ends=tuple(engine.ends), fingerprint=engine.fingerprint, secret=procs.heard, build=build(),
         )  # fmt: skip
-        self._link = EngineServer(engine, self._ours, welcome, load=Path)
+        self._link = EngineServer(engine, self._ours, welcome)
 
     def _await_http(self, endpoint: str, engine: "Engine") -> None:
         """Wait until the process that speaks HTTP listens, or until we are told to end."""

@@ -1,5 +1,6 @@
 """`Engine`: completions of one base model with any number of adapters."""
 
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Tokens
@@ -33,6 +34,8 @@ from symbiosis.serving.sampling.grammar import Grammar, Grammars
 from symbiosis.serving.scheduler.scheduler import Scheduler, StepRules
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, Sequence
 from symbiosis.serving.serve_options import Policy
+
+logger = logging.getLogger("symbiosis")
 
 
 class Engine:
@@ -155,11 +158,14 @@ class Engine:
 
     def add(self, name: str, source: Any) -> Adapter:
         """Add an adapter that PEFT has saved, or its weights. It replaces one of the same name; requests under way keep the old one."""
-        return self._library.add(name, source)
+        added = self._library.add(name, source)
+        logger.info("adapter %r: version %d is loaded", name, added.version)
+        return added
 
     def remove(self, name: str) -> None:
         """Remove an adapter. Requests under way keep it."""
         self._library.remove(name)
+        logger.info("adapter %r is removed", name)
 
     def _forget(self, old: Adapter) -> None:
         """Forget a version that no later request gets."""
