@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.kernels import with_triton
-from symbiosis.serving.lora.adapter import Adapter
+from symbiosis.serving.lora.adapter import versions
 from symbiosis.serving.lora.adapter_cache import AdapterCache
 from symbiosis.serving.lora.adapter_kinds import LoadedAdapter, Part
 from symbiosis.serving.lora.target_layers import TargetLayers
@@ -116,7 +116,7 @@ class Bench:
         made = [
             LoadedAdapter(
                 name=str(number), kind="LORA", rank=RANK, bytes=self.size.adapter_bytes, parts=self._parts,
-                packed=self._packed, version=Adapter.next_version(),
+                packed=self._packed, version=next(versions), pages=self._packed.layout.count,
             )
             for number in range(count)
         ]  # fmt: skip

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.serving import Engine
-from symbiosis.serving.lora.adapter import Adapter
+from symbiosis.serving.lora.adapter import versions
+from symbiosis.serving.lora.adapter_cache import place, shapes_of
 from symbiosis.serving.lora.adapter_kinds import LoadedAdapter, Part
-from symbiosis.serving.lora.registry import FoundAdapter
 from symbiosis.serving.request import Finish, Output, Request, Sampling
 
 LATEST_S = 900.0
@@ -96,8 +96,8 @@ class Server:
         self.names = [f"adapter-{number}" for number in range(names)]
         sets = [_weights(self.served, rank, targets) for rank in ranks]
         for number, name in enumerate(self.names):
-            adapter = LoadedAdapter(name=name, version=Adapter.next_version(), **sets[number % len(sets)])
-            self.engine._library._keep(FoundAdapter(adapter, None))  # type: ignore[attr-defined]
+            adapter = LoadedAdapter(name=name, version=next(versions), **sets[number % len(sets)])
+            self.engine._library._keep(adapter, None)  # type: ignore[attr-defined]
         self._next = 0
 
     def run(self, asks: Sequence[Ask], seconds: float | None = None) -> float:
@@ -172,7 +172,8 @@ def _weights(served: Any, rank: int, targets: Sequence[str]) -> dict[str, Any]:
     packed = None if served.fetcher is None else served.fetcher.pack(parts)
     if packed is not None:
         parts = {name: part.to("meta") for name, part in parts.items()}
-    return {"kind": "LORA", "rank": rank, "bytes": size, "parts": parts, "packed": packed}
+    pages = place(shapes_of(parts), served.arena.page_elements)[0] if packed is None else packed.layout.count
+    return {"kind": "LORA", "rank": rank, "bytes": size, "parts": parts, "packed": packed, "pages": pages}
 
 
 class StepTimes:

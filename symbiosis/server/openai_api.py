@@ -3,6 +3,7 @@
 import os
 from http import HTTPStatus
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import msgspec
@@ -11,7 +12,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from symbiosis import __version__
-from symbiosis.base.folders import Use, temporary_folder, user_folder
 from symbiosis.build import build
 from symbiosis.server import openai_protocol, page
 from symbiosis.server.api_app import Api
@@ -22,7 +22,6 @@ from symbiosis.server.ipc.engine_ipc import AdapterInfo
 from symbiosis.server.long_reply import LongReply
 from symbiosis.server.response_format import ChatWords, CompletionWords, Words
 from symbiosis.server.serving_state import ServingState
-from symbiosis.server.uploads import received
 from symbiosis.serving.lora.adapter import IS_THE_BASE
 
 SEND_IT = "put it there, or send the adapter itself with PUT /v1/adapters/NAME"
@@ -192,13 +191,13 @@ async def put_adapter(front: ServingState, request: Request) -> ASGIApp:
     front.administrator(request)
     name = request.path_params["name"]
     _check_name(front, name)
-    uploads = Path(front.options.uploads or user_folder(Use.TEMPORARY, make=True))
     with (
-        storing("the server's folder for adapters that are sent", uploads),
-        temporary_folder("symbiosis-adapter-", uploads) as folder,
+        storing("the server's folder for adapters that are sent", front.uploads),
+        NamedTemporaryFile(prefix="symbiosis-adapter-", dir=front.uploads) as file,
     ):
-        await received(front.bodies, front.options.max_adapter_bytes, request, folder)
-        return _json(await front.remote.ask(AdapterInfo, "add", name, str(folder)))
+        await front.bodies.pieces(request, front.options.max_adapter_bytes, file.write)
+        file.flush()
+        return _json(await front.remote.ask(AdapterInfo, "add", name, file.name))
 
 
 async def delete_adapter(front: ServingState, request: Request) -> ASGIApp:

@@ -5,10 +5,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from symbiosis.base.folders import Use, user_folder
 from symbiosis.server import metrics
 from symbiosis.server.api_app import ApiState
 from symbiosis.server.api_errors import ApiError, busy, unknown_model, wrong
@@ -43,6 +45,7 @@ class ServingState(ApiState):
         super().__init__(options.api_keys, options.host, options.allowed_hosts, tracing)
         self.remote, self.tokenizer, self.options = remote, tokenizer, options
         self.prompts = Prompts(tokenizer, remote.welcome.longest, remote.welcome.vocabulary, options.max_requests)
+        self.uploads = Path(options.uploads or user_folder(Use.TEMPORARY, make=True))  # for adapters that are sent
         self.started = int(time.time())
         self._prepared = self._prompts = (
             0  # completions that the engine has not been asked for yet, and of how many prompts

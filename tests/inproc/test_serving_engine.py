@@ -466,8 +466,8 @@ def test_the_place_of_a_request_that_is_over_at_once_is_free(engine: Engine, mon
     busy.outputs.get(timeout=60)
     ask = engine._loop.ask
 
-    def slowly(do: Callable[[], None], is_end: bool = False) -> None:
-        ask(do, is_end)
+    def slowly(do: Callable[..., None], *arguments: Any, is_end: bool = False) -> None:
+        ask(do, *arguments, is_end=is_end)
         time.sleep(0.5)
 
     monkeypatch.setattr(engine._loop, "ask", slowly)
@@ -734,9 +734,9 @@ def test_an_adapter_is_read_and_brought_while_its_request_waits(monkeypatch: pyt
     happened: list[str] = []
     is_brought, read, put = threading.Event(), adapter_files._read, AdapterCache._put
 
-    def noted_read(file: Path) -> memoryview:
+    def noted_read(file: Path, most: int) -> memoryview:
         happened.append(f"read {file.parent.name}")
-        return read(file)
+        return read(file, most)
 
     def noted_put(self: AdapterCache, adapter: Any, count: int) -> None:
         put(self, adapter, count)

@@ -445,7 +445,7 @@ def test_only_numbers_are_read_again_into_pages(
     first = library.get("mine")
     library.get("b")
     with monkeypatch.context() as patch:
-        patch.setattr("symbiosis.serving.lora.registry.read_folder", None)
+        patch.setattr("symbiosis.serving.lora.registry.read_adapter", None)
         again = library.get("mine")
     assert again.version == first.version and again.parts.keys() == first.parts.keys()
     for each in by_torch.layout.runs:
@@ -500,11 +500,11 @@ def slow_to_read(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.
     """Let the files of an adapter be read no further until the second event is set. The first one tells that somebody reads them."""
     is_reading, may_go_on, read = threading.Event(), threading.Event(), adapter_files._read
 
-    def slow(file: Path) -> memoryview:
+    def slow(file: Path, most: int) -> memoryview:
         if file.parent.name == name:
             is_reading.set()
             assert may_go_on.wait(20)
-        return read(file)
+        return read(file, most)
 
     monkeypatch.setattr(adapter_files, "_read", slow)
     return is_reading, may_go_on
@@ -548,14 +548,14 @@ def test_a_defect_in_one_ends_no_look_at_the_others(
     served: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies(folder, "a", "z")
-    read = library_module.read_folder
+    read = library_module.read_adapter
 
     def broken(path: Path, *rest: Any) -> Any:
         if path.name == "a":
             raise RuntimeError("Stride calculation overflowed")
         return read(path, *rest)
 
-    monkeypatch.setattr(library_module, "read_folder", broken)
+    monkeypatch.setattr(library_module, "read_adapter", broken)
     library = AdapterRegistry(served, folder.parent)
     assert library.look(lambda: False).problems == {"a": "adapter 'a': RuntimeError"}
     assert {adapter.name for adapter in library.loaded()} == {"mine", "z"}
@@ -589,7 +589,7 @@ def test_a_refused_adapter_is_not_read_again_at_each_request(
 ) -> None:
     now, reads = [100.0], []
     monkeypatch.setattr("symbiosis.serving.lora.refusals.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(adapter_files, "_read", lambda file, read=adapter_files._read: reads.append(file) or read(file))
+    monkeypatch.setattr(adapter_files, "_read", lambda *of, read=adapter_files._read: reads.append(of) or read(*of))
     whole, file = (folder / "adapter_model.safetensors").read_bytes(), folder / "adapter_model.safetensors"
     file.write_bytes(whole[:100])
     library = AdapterRegistry(served, folder.parent)

@@ -70,8 +70,8 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_a_server_says_that_its_folder_for_adapters_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def add(kind: type, verb: str, name: str, folder: str) -> AdapterInfo:
-        return AdapterInfo(name=name, bytes=sum(each.stat().st_size for each in files(Path(folder))))
+    async def add(kind: type, method: str, name: str, file: str) -> AdapterInfo:
+        return AdapterInfo(name=name, bytes=Path(file).stat().st_size)
 
     welcome = EngineReady(model="demo", longest=64, most_tokens=64, vocabulary=8)
     remote: Any = SimpleNamespace(welcome=welcome, places=None, ask=add)

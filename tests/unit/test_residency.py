@@ -93,8 +93,9 @@ def adapter(version: int, rank: int, seed: int = 0) -> LoadedAdapter:
         up=torch.randn(rank, 100, generator=generator),
         gain=torch.randn(1, 100, generator=generator),
     )
+    pages = place([(rank, 24), (rank, 100), (1, 100)], 64)[0]
     return LoadedAdapter(
-        name=f"a{version}", kind="LORA", version=version, bytes=rank * 496 + 400, parts={"layer": part}
+        name=f"a{version}", kind="LORA", version=version, bytes=rank * 496 + 400, parts={"layer": part}, pages=pages
     )
 
 

@@ -17,7 +17,7 @@ from symbiosis.server.api_errors import ApiError
 from symbiosis.server.uploads import _config
 from symbiosis.serving.lora import adapter_files
 from symbiosis.serving.lora.adapter import MOST_HEADER_BYTES
-from symbiosis.serving.lora.adapter_files import AdapterWeights, in_parallel, parse_tensors
+from symbiosis.serving.lora.adapter_files import AdapterWeights, in_parallel, parse_tensors, read_adapter
 
 WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
@@ -46,7 +46,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_what_safetensors_writes_is_read(kinds: dict[str, Any]) -> None:
     tensors = made(kinds)
     data = safetensors.torch.save(tensors, {"format": "pt"})
-    assert same(parse_tensors(data), tensors) and same(parse_tensors(memoryview(bytearray(data))), tensors)
+    assert same(parse_tensors(data)[0], tensors) and same(parse_tensors(memoryview(bytearray(data)))[0], tensors)
 
 
 @settings(deadline=None, max_examples=200)
@@ -57,7 +57,7 @@ def test_damage_is_refused_or_read_as_safetensors_reads_it(kinds: dict[str, Any]
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.sampled_from(b'\x00\x01\x7f0129-,:[]{}"ab\xff'))
     cut = bytes(whole[: data.draw(st.integers(0, len(whole)))] if data.draw(st.booleans()) else whole)
     try:
-        found = parse_tensors(cut)
+        found, _ = parse_tensors(cut)
     except WRONG:
         return
     try:
@@ -99,19 +99,19 @@ def test_what_the_format_does_not_allow(header: Any) -> None:
 def test_a_tensor_may_lie_anywhere() -> None:
     data = with_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, torch.ones(2).numpy().tobytes())
     shifted = data[:8].replace(data[:1], bytes([data[0] + 1]), 1) + data[8 : 8 + data[0]] + b" " + data[8 + data[0] :]
-    assert parse_tensors(data)["a"].tolist() == parse_tensors(shifted)["a"].tolist() == [1.0, 1.0]
+    assert parse_tensors(data)[0]["a"].tolist() == parse_tensors(shifted)[0]["a"].tolist() == [1.0, 1.0]
 
 
 def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_files, "PIECE_BYTES", 7)
     data = bytes(range(256)) * 3
     (tmp_path / "file").write_bytes(data)
-    assert bytes(adapter_files._read(tmp_path / "file")) == data
+    assert bytes(adapter_files._read(tmp_path / "file", len(data))) == data
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_in_parallel_keeps_the_order_and_tells_errors(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_files, "_thread_count", lambda: threads)
+    monkeypatch.setattr(adapter_files, "THREADS", threads)
     adapter_files._threads.cache_clear()
     assert in_parallel(lambda n: n * n, range(11)) == [n * n for n in range(11)]
     with pytest.raises(ZeroDivisionError):
@@ -147,11 +147,11 @@ def test_tensors_are_counted_before_any_is_made(data: bytes, monkeypatch: pytest
     with pytest.raises(
         AdapterError, match="too many tensors, or too much beside them: its header tells of more than 100"
     ):
-        adapter_files._tensors(data, is_known=False, most=100)
+        AdapterWeights.parse(b"{}", data, most_tensors=100)
 
 
 def test_as_many_tensors_as_a_base_may_need_are_read() -> None:
-    assert len(parse_tensors(many(2000), most=2000)) == 2000
+    assert len(parse_tensors(many(2000), most=2000)[0]) == 2000
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_configurations_values_are_counted_before_any_is_made(
     file = sent(tmp_path / "file", {"adapter_config": text})
     monkeypatch.setattr(json, "loads", None)
     with pytest.raises(AdapterError, match="more than 65536 values"):
-        adapter_files._config(text.encode())
+        adapter_files.parse_config(text.encode())
     with pytest.raises(ApiError, match="more than 65536 values"):
         _config(file)
 
@@ -176,6 +176,8 @@ def test_a_file_that_was_cut_off_is_its_senders_mistake(share: float, tmp_path: 
     (file := tmp_path / "file").write_bytes(cut := whole[: int(len(whole) * share)])
     with pytest.raises((ApiError, AdapterError), match="cut off"):
         AdapterWeights.parse(_config(file).encode(), cut)
+    with pytest.raises(AdapterError, match="cut off"):
+        read_adapter(file)
 
 
 def sent(file: Path, metadata: dict[str, str]) -> Path:
@@ -188,12 +190,14 @@ def sent(file: Path, metadata: dict[str, str]) -> Path:
 def test_a_header_may_be_as_large_whether_the_adapter_is_sent_or_lies_in_the_folder(tmp_path: Path) -> None:
     config = {"adapter_config": '{"peft_type": "LORA"}'}
     large = sent(tmp_path / "large", {**config, "more": "x" * (MOST_HEADER_BYTES - 200)})
-    assert json.loads(_config(large)) == {"peft_type": "LORA"} and parse_tensors(large.read_bytes()) == {}
+    assert json.loads(_config(large)) == {"peft_type": "LORA"} and parse_tensors(large.read_bytes())[0] == {}
     larger = sent(tmp_path / "larger", {**config, "more": "x" * MOST_HEADER_BYTES})
     with pytest.raises(ApiError, match="is a safetensors file, but its header has more than 8388608 bytes"):
         _config(larger)
     with pytest.raises(AdapterError, match="too many tensors, or too much beside them: its header has more than"):
         adapter_files.AdapterWeights.parse(b'{"peft_type": "LORA"}', larger.read_bytes())
+    with pytest.raises(AdapterError, match="too many tensors, or too much beside them: its header has more than"):
+        read_adapter(larger)
     larger.write_bytes(larger.read_bytes()[:100])
     with pytest.raises(ApiError, match="is no safetensors file whose metadata has"):
         _config(larger)

@@ -153,7 +153,7 @@ class ServeProcesses:
     def _start_http(self) -> None:
         options = self._options
         for left in self._uploads.iterdir():
-            shutil.rmtree(left, ignore_errors=True)
+            left.unlink(missing_ok=True)
         self._ours, theirs = socket.socketpair()
         front = FrontOptions(
             model=model_name(options), folder=str(located(str(options.model))), api_keys=options.api_keys,

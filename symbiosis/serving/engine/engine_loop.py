@@ -5,6 +5,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,30 +81,30 @@ class Loop:
         id = job.request.id
         with self._awake:
             self.check(id)
-            self.ask(lambda: self._begin(job))
+            self.ask(self._begin, job)
             self._under_way.add(id)
             self._coming[id] = job.sequences[0].uncomputed
             self._begun += len(job.sequences)
 
     def cancel(self, request: int) -> None:
-        self.ask(lambda: self._end(request, Finish.CANCELLED), is_end=True)
+        self.ask(self._end, request, Finish.CANCELLED, is_end=True)
 
     def stop(self, request: int, completion: int) -> None:
-        self.ask(lambda: self._stop(request, completion), is_end=True)
+        self.ask(self._stop, request, completion, is_end=True)
 
-    def ask(self, do: Callable[[], None], is_end: bool = False) -> None:
+    def ask(self, do: Callable[..., None], *arguments: Any, is_end: bool = False) -> None:
         """Call `do` between two steps, in the engine's thread. This does not wait for it. Raises `ConfigError` if the engine is closed, unless
         it ends something."""
         with self._awake:
             if self._closing and not is_end:
                 raise ConfigError("the engine is closed")
-            self._messages.append(do)
+            self._messages.append(partial(do, *arguments))
             self._awake.notify()
 
     def close(self, drain: bool) -> None:
         with self._awake:
             if not drain:
-                self._messages.append(lambda: self._end_all(Finish.CANCELLED))
+                self._messages.append(partial(self._end_all, Finish.CANCELLED))
             self._closing = True
             self._awake.notify()
         if threading.current_thread() is not self._thread:

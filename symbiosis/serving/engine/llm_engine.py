@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Tokens
+from functools import partial
 from itertools import count
 from pathlib import Path
 from secrets import randbits
@@ -107,7 +108,8 @@ class Engine:
         served.serve(max_batch, max_batch + prefill_tokens, compiles)
         self._loop = Loop(served, self._scheduler, max_waiting, self._ended)
         self._loop.following.on_late = self._grammars.was_late
-        self._library.on_replaced, self._library.on_let_go = self._forget, self._leave
+        self._library.on_replaced = partial(self._loop.ask, self._drop)
+        self._library.on_let_go = self._leave
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
         """Begin a request with the adapter that has this name now. Raises `ConfigError` if it cannot be served.
@@ -157,7 +159,7 @@ class Engine:
         self._loop.stop(id, completion)
 
     def add(self, name: str, source: Any) -> Adapter:
-        """Add an adapter that PEFT has saved, or its weights. It replaces one of the same name; requests under way keep the old one."""
+        """Add an adapter that PEFT has saved in a folder, one in a file as `publish` sends it, or its weights. It replaces one of the same name; requests under way keep the old one."""
         added = self._library.add(name, source)
         logger.info("adapter %r: version %d is loaded", name, added.version)
         return added
@@ -166,10 +168,6 @@ class Engine:
         """Remove an adapter. Requests under way keep it."""
         self._library.remove(name)
         logger.info("adapter %r is removed", name)
-
-    def _forget(self, old: Adapter) -> None:
-        """Forget a version that no later request gets."""
-        self._loop.ask(lambda: self._drop(old))
 
     def _drop(self, old: Adapter) -> None:
         """Free what the memory holds of a version that no later request gets. Where requests under way have it, the last of them does so:
@@ -185,7 +183,7 @@ class Engine:
     def _leave(self, old: LoadedAdapter) -> None:
         """Free what the device has of an adapter that the library has let go, if that would keep the rest of it in memory, too."""
         if old.own:
-            self._loop.ask(lambda: self._residency.forget(old.version))
+            self._loop.ask(self._residency.forget, old.version)
 
     def adapters(self) -> list[Adapter]:
         """Return the adapters that are loaded."""

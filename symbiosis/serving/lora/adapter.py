@@ -8,7 +8,7 @@ IS_THE_BASE = "an adapter cannot be named {!r}, which is the base's name: choose
 LARGE_HEADER = f"its header has more than {MOST_HEADER_BYTES} bytes"
 MOST_CONFIG_PARTS = 1 << 16
 LARGE_CONFIG = f"its adapter_config.json has more than {MOST_CONFIG_PARTS} values: save it again with PEFT"
-_versions = count(1)  # 0 is the base
+versions = count(1)  # 0 is the base
 
 
 def parts(json: bytes) -> int:
@@ -31,7 +31,4 @@ class Adapter:
     bytes: int  # in host memory
     virtual: int = 0  # tokens that it puts in front of every prompt
     version: int = 0
-
-    @staticmethod
-    def next_version() -> int:
-        return next(_versions)
+    pages: int = 0  # of the device's memory, while it is there

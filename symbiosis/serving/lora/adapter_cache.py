@@ -14,7 +14,7 @@ from torch import Tensor
 from symbiosis.kernels.adapter_rows import MatrixPiece, PlacedAdapter
 from symbiosis.serving.kv_cache.page_pool import NoRoom
 from symbiosis.serving.kv_cache.paged_memory import PagedMemory
-from symbiosis.serving.lora.adapter_kinds import LoadedAdapter, OwnTensor, Part
+from symbiosis.serving.lora.adapter_kinds import LoadedAdapter, Part
 
 FIXED_BYTES = 1 << 16  # what a copy costs besides its bytes
 ALIGNED = 64  # bytes
@@ -124,7 +124,6 @@ def _none(pages: int) -> bool:
 class PageFetcher(Protocol):
     """Copies what `LoadedAdapter.packed` holds to pages of the device, while other work goes on there."""
 
-    def pages_of(self, packed: Any) -> int: ...
     def fetch(self, packed: Any, pages: list[int]) -> Any: ...
 
 
@@ -165,7 +164,7 @@ class AdapterCache:
     def pages_of(self, adapter: LoadedAdapter) -> int:
         if (resident := self._here.get(adapter.version)) is not None:
             return len(resident.pages)
-        return self._needed(adapter)
+        return adapter.pages
 
     def fetch(self, adapter: LoadedAdapter) -> bool:
         """Bring an adapter to the device. Return False if there is no room for it now."""
@@ -173,7 +172,7 @@ class AdapterCache:
         if (resident := self._here.get(adapter.version)) is not None:
             resident.used = self._turn
             return True
-        count = self._needed(adapter)
+        count = adapter.pages
         evictable = sum(len(each.pages) for each in self._here.values() if not each.pins)
         if count > self.arena.pool.free + evictable and not self.others_make_room(count - evictable):
             return False
@@ -187,7 +186,7 @@ class AdapterCache:
         for adapter in adapters:
             if adapter.version not in self._here:
                 try:
-                    self._put(adapter, self._needed(adapter))
+                    self._put(adapter, adapter.pages)
                 except NoRoom:
                     break
             here += 1
@@ -226,12 +225,6 @@ class AdapterCache:
             for own in resident.adapter.own if resident.adapter is not None else ():
                 own.put(own.values)
             self.arena.pool.give_back(self._here.pop(version).pages)
-
-    def _needed(self, adapter: LoadedAdapter) -> int:
-        """How many pages an adapter takes."""
-        if adapter.packed is not None and self.fetcher is not None:
-            return self.fetcher.pages_of(adapter.packed)
-        return pages_for(adapter.parts, adapter.own, self.arena)
 
     def _put(self, adapter: LoadedAdapter, count: int) -> None:
         """Put an adapter into so many pages. Raises `NoRoom` if there are not so many."""
@@ -285,26 +278,14 @@ def _copied(values: Tensor, memory: Tensor) -> Tensor:
     return there.copy_(values)
 
 
-def pages_for(parts: dict[str, Part], own: Sequence[OwnTensor], arena: PagedMemory) -> int:
-    """Return how many pages an adapter takes: what is computed together, and what PEFT's layers hold."""
-    if own:
-        return put_whole([each.values.nbytes for each in own], arena.page_bytes)[0]
-    return place(shapes_of(parts), arena.page_elements)[0]
-
-
-def matrices_of(parts: dict[str, Part]) -> list[Tensor]:
-    """Return all matrices of an adapter, each as rows."""
-    return [matrix for part in parts.values() for name in NAMES if (matrix := getattr(part, name)) is not None]
-
-
 def shapes_of(parts: dict[str, Part]) -> list[tuple[int, int]]:
-    return [(len(matrix), matrix.shape[1]) for matrix in matrices_of(parts)]
+    return [(len(matrix), matrix.shape[1]) for part in parts.values() for matrix in part.tensors]
 
 
 def _copy(
     parts: dict[str, Part], runs: Sequence[RowRun], pages: list[int], arena: PagedMemory
 ) -> dict[str, PlacedAdapter]:
-    matrices = matrices_of(parts)
+    matrices = [matrix for part in parts.values() for matrix in part.tensors]
     pieces: list[list[MatrixPiece]] = [[] for _ in matrices]
     for run in _joined(runs, pages, arena.page_elements):
         values = arena.flat[run.offset : run.offset + run.rows * run.width].view(run.rows, run.width)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,14 @@ from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.adapter import LARGE_CONFIG, LARGE_HEADER, MOST_CONFIG_PARTS, MOST_HEADER_BYTES, parts
 from symbiosis.text import shown
 
+METADATA = "adapter_config"  # of a file that is sent: the configuration, as JSON
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MOST_CONFIG_BYTES, MOST_TENSOR_BYTES = 1 << 20, 1 << 30
 MOST_TENSORS = 1 << 16  # of a file, where nothing is known of the base
 MOST_SIDES = 1 << 40  # all sides of an empty tensor together, but for those of 0
 PARTS_OF_A_TENSOR, FEW_OBJECTS = 12, 64  # of a header: its own, and those of the metadata
-PIECE_BYTES, MOST_THREADS = 4 << 20, 8  # of a file that is read by several threads
+PIECE_BYTES = 4 << 20  # of a file that is read by several threads; what is less is not worth them
+THREADS = min(8, len(os.sched_getaffinity(0)))
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -30,6 +32,7 @@ DTYPES = {
 Data = bytes | bytearray | memoryview
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+NOT_SENT = "it is no safetensors file whose metadata has 'adapter_config', as JSON, or it was cut off: symbiosis.publish makes one"
 HOW_TO_CONVERT = "save it again with PEFT's save_pretrained, which writes safetensors"
 
 
@@ -53,33 +56,44 @@ class AdapterWeights:
         return at if 0 <= at <= self.contents.nbytes - tensor.nbytes else None
 
     @classmethod
-    def parse(
-        cls, config: Data, tensors: Data, is_known: bool = False, most_tensors: int = MOST_TENSORS
-    ) -> "AdapterWeights":
-        """Read an adapter from the contents of its two files.
+    def parse(cls, config: Data | None, contents: Data, most_tensors: int = MOST_TENSORS) -> "AdapterWeights":
+        """Read an adapter from the contents of its two files, or of the one that `publish` sends, whose metadata has the configuration."""
+        what = TENSORS if config is not None else "its file"
+        try:
+            tensors, metadata = parse_tensors(contents, most_tensors)
+            told = metadata[METADATA].encode() if config is None else bytes(config)
+        except LargeHeader as error:
+            raise AdapterError(f"{what} has too many tensors, or too much beside them: {error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if config is None:
+                raise AdapterError(f"{NOT_SENT} ({shown(str(error))})") from None
+            raise AdapterError(f"{what} cannot be read ({shown(str(error))}): was it cut off? Copy it again") from None
+        if not tensors:
+            raise AdapterError(f"{what} holds no tensors: gather the adapter's weights before they are saved")
+        return cls(parse_config(told), tensors)
 
-        Args:
-            is_known: All its numbers were found to be finite before.
-        """
-        return cls(_config(config), _tensors(tensors, is_known, most_tensors))
 
-
-def read_folder(
-    folder: Path, is_known: bool = False, most_bytes: int = MOST_TENSOR_BYTES, most_tensors: int = MOST_TENSORS
-) -> AdapterWeights:
-    """Read an adapter that PEFT's `save_pretrained` wrote.
+def read_adapter(path: Path, most_bytes: int = MOST_TENSOR_BYTES, most_tensors: int = MOST_TENSORS) -> AdapterWeights:
+    """Read an adapter from a folder, as PEFT's `save_pretrained` writes it, or from one file, as `publish` sends it.
 
     Args:
         most_bytes: Of the file of its tensors.
         most_tensors: In that file.
     """
-    if not folder.is_dir():
-        raise AdapterError(f"{folder.name!r} is not a folder: an adapter is what PEFT's save_pretrained writes")
-    config = _bytes(folder, CONFIG, MOST_CONFIG_BYTES)
-    if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
-        raise AdapterError(f"{folder.name!r} has {PICKLE}, a pickle, which could run anything: {HOW_TO_CONVERT}")
-    contents = _bytes(folder, TENSORS, most_bytes)
-    weights = AdapterWeights.parse(config, contents, is_known, most_tensors)
+    if path.is_file():
+        config, contents = None, _read(path, most_bytes)
+    else:
+        if not path.is_dir():
+            raise AdapterError(f"{path.name!r} is not a folder: an adapter is what PEFT's save_pretrained writes")
+        if not (path / TENSORS).exists() and (path / PICKLE).exists():
+            raise AdapterError(f"{path.name!r} has {PICKLE}, a pickle, which could run anything: {HOW_TO_CONVERT}")
+        for name in (CONFIG, TENSORS):
+            if not (path / name).is_file():
+                raise AdapterError(f"{path.name!r} has no {name}: an adapter is what PEFT's save_pretrained writes")
+            if not (path / name).resolve().is_relative_to(path.resolve()):
+                raise AdapterError(f"{name} is a link to a file outside of its folder: put the file itself there")
+        config, contents = _read(path / CONFIG, MOST_CONFIG_BYTES), _read(path / TENSORS, most_bytes)
+    weights = AdapterWeights.parse(config, contents, most_tensors)
     return replace(weights, contents=torch.frombuffer(contents, dtype=torch.uint8))
 
 
@@ -92,54 +106,43 @@ def state_of(folder: Path) -> tuple[int, ...] | None:
     return tuple(number for state in states for number in (state.st_mtime_ns, state.st_size, state.st_ino))
 
 
-def _bytes(folder: Path, name: str, most: int) -> memoryview:
-    file = folder / name
-    if not file.is_file():
-        raise AdapterError(f"{folder.name!r} has no {name}: an adapter is what PEFT's save_pretrained writes")
-    if not file.resolve().is_relative_to(folder.resolve()):
-        raise AdapterError(f"{file.name} is a link to a file outside of its folder: put the file itself there")
-    if (size := file.stat().st_size) > most:
-        more = ": start the server with more --adapter-memory or --max-adapter-bytes" if name == TENSORS else ""
-        raise AdapterError(f"{name} has {size} bytes, and may have {most}{more}")
-    return _read(file)
-
-
-def _read(file: Path) -> memoryview:
-    """Read a file, piece by piece by several threads."""
+def _read(file: Path, most: int) -> memoryview:
+    """Read a file of so many bytes at most, piece by piece by several threads."""
     with file.open("rb", buffering=0) as opened:
         size = os.fstat(opened.fileno()).st_size
+        if size > most:
+            more = ": start the server with more --adapter-memory or --max-adapter-bytes" if file.name != CONFIG else ""
+            raise AdapterError(f"{file.name} has {size} bytes, and may have {most}{more}")
         view: memoryview = torch.empty(size, dtype=torch.uint8).numpy().data
-
-        def read(at: int) -> int:
-            return os.preadv(opened.fileno(), [view[at : at + PIECE_BYTES]], at)
-
-        if sum(in_parallel(read, range(0, size, PIECE_BYTES))) < size:
+        read = partial(_read_piece, opened.fileno(), view)
+        if (read(0) if size <= PIECE_BYTES else sum(in_parallel(read, range(0, size, PIECE_BYTES)))) < size:
             raise AdapterError(f"{file.name} became shorter while it was read: copy it again")
     return view
 
 
+def _read_piece(file: int, view: memoryview, at: int) -> int:
+    return os.preadv(file, [view[at : at + PIECE_BYTES]], at)
+
+
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_thread_count(), "symbiosis-adapters")
-
-
-def _thread_count() -> int:
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    return ThreadPoolExecutor(THREADS, "symbiosis-adapters")
 
 
 def in_each_thread(function: Callable[[], object]) -> None:
     """Call a function in each of several threads, which share its work as they get on."""
-    in_parallel(lambda _: function(), range(_thread_count()))
+    in_parallel(lambda _: function(), range(THREADS))
 
 
-def in_parallel(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Call a function for each, in several threads if there are several. It must not call this itself.
+def in_parallel(function: Callable[[Item], Result], items: Iterable[Item], nbytes: int = PIECE_BYTES) -> list[Result]:
+    """Call a function for each, in several threads if there are several, and as many bytes to look at as are worth it. It must not call this
+    itself.
 
     >>> in_parallel(abs, [-3, 1, -2])
     [3, 1, 2]
     """
-    given, threads = list(items), _thread_count()
-    if threads < 2 or len(given) < 2:
+    given, threads = list(items), THREADS
+    if threads < 2 or len(given) < 2 or nbytes < PIECE_BYTES:
         return [function(each) for each in given]
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # each thread has its own
 
@@ -152,8 +155,9 @@ def in_parallel(function: Callable[[Item], Result], items: Iterable[Item]) -> li
 
 
 def check_finite(values: Iterable[tuple[str, Tensor]], why: str) -> None:
-    given = [(name, tensor) for name, tensor in values if tensor.is_floating_point() and tensor.numel()]
-    for (name, _), is_finite in zip(given, in_parallel(_is_finite, [tensor for _, tensor in given]), strict=True):
+    given = {name: tensor for name, tensor in values if tensor.is_floating_point() and tensor.numel()}
+    are_finite = in_parallel(_is_finite, given.values(), sum(tensor.nbytes for tensor in given.values()))
+    for name, is_finite in zip(given, are_finite, strict=True):
         if not is_finite:
             raise AdapterError(f"{shown(name)} has values that are infinite or not numbers: {why}")
 
@@ -164,8 +168,9 @@ def _is_finite(tensor: Tensor) -> bool:
     return math.isfinite(least.item()) and math.isfinite(largest.item())
 
 
-def _config(data: Data) -> dict[str, Any]:
-    if parts(text := bytes(data)) > MOST_CONFIG_PARTS:
+def parse_config(text: bytes) -> dict[str, Any]:
+    """Return a configuration of PEFT's."""
+    if parts(text) > MOST_CONFIG_PARTS:
         raise AdapterError(LARGE_CONFIG)
     try:
         config = json.loads(text)
@@ -176,23 +181,9 @@ def _config(data: Data) -> dict[str, Any]:
     return config
 
 
-def _tensors(data: Data, is_known: bool, most: int) -> dict[str, Tensor]:
-    try:
-        tensors = parse_tensors(data, most)
-    except LargeHeader as error:
-        raise AdapterError(f"{TENSORS} has too many tensors, or too much beside them: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise AdapterError(f"{TENSORS} cannot be read ({shown(str(error))}): was it cut off? Copy it again") from None
-    if not tensors:
-        raise AdapterError(f"{TENSORS} holds no tensors: gather the adapter's weights before they are saved")
-    if not is_known:
-        check_finite(tensors.items(), "its training has diverged")
-    return tensors
-
-
-def parse_tensors(data: Data, most: int = MOST_TENSORS) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, as views into it where they can be. What that format does not allow is a `ValueError`, or
-    another error of a wrong type."""
+def parse_tensors(data: Data, most: int = MOST_TENSORS) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors of a safetensors file, as views into it where they can be, and its metadata, as whatever they are. What that format does
+    not allow is a `ValueError`, or another error of a wrong type."""
     size = int.from_bytes(data[:8], "little")
     begin = 8 + size
     if len(data) < 8 or begin > len(data):
@@ -203,7 +194,7 @@ def parse_tensors(data: Data, most: int = MOST_TENSORS) -> dict[str, Tensor]:
     if parts(told) > PARTS_OF_A_TENSOR * most + MOST_CONFIG_PARTS or told.count(b"{") > most + FEW_OBJECTS:
         raise LargeHeader(f"its header tells of more than {most}")
     header: dict[str, Any] = json.loads(told.decode())
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
     memory = memoryview(bytearray(data) if isinstance(data, bytes) else data)
     tensors, at = {}, 0
     for name, told in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
@@ -216,7 +207,7 @@ def parse_tensors(data: Data, most: int = MOST_TENSORS) -> dict[str, Tensor]:
         tensors[name], at = _tensor(memory, begin + first, dtype, shape), last
     if begin + at != len(memory):
         raise ValueError("it goes on behind its last tensor")
-    return tensors
+    return tensors, metadata
 
 
 def _tensor(memory: memoryview, at: int, dtype: torch.dtype, shape: list[int]) -> Tensor:

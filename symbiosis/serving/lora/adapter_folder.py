@@ -9,7 +9,7 @@ from pathlib import Path
 
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.adapter import IS_THE_BASE
-from symbiosis.serving.lora.adapter_files import MOST_TENSOR_BYTES, MOST_TENSORS, read_folder, state_of
+from symbiosis.serving.lora.adapter_files import MOST_TENSOR_BYTES, MOST_TENSORS, read_adapter, state_of
 from symbiosis.text import shown
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127})?")
@@ -83,7 +83,7 @@ class Folder:
             check_name(name, self.base)
             if not is_within(self.path / name, self.path):
                 raise AdapterError("it is a link to a folder outside of that of --adapters")
-            read_folder(self.path / name, False, self.most_bytes, self.most_tensors)
+            read_adapter(self.path / name, self.most_bytes, self.most_tensors)
         except AdapterError as error:
             return f"adapter {shown(name)!r}: {error}"
         except OSError as error:

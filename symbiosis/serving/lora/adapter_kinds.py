@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,13 +126,11 @@ def fused_parts(weights: AdapterWeights, base: Base, max_rank: int, lies_at_once
 
 
 def _as(part: Part, dtype: torch.dtype, lies_at_once: bool) -> Part:
-    def cast(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        of = tensor.detach().to(dtype)
-        return of.clone(memory_format=torch.contiguous_format) if lies_at_once else of
-
-    return Part(*map(cast, (part.down, part.up, part.before, part.gain, part.shift)))
+    each = (part.down, part.up, part.before, part.gain, part.shift)
+    cast = [None if t is None else t.detach().to(dtype) for t in each]
+    if lies_at_once:
+        cast = [None if t is None else t.clone(memory_format=torch.contiguous_format) for t in cast]
+    return Part(*cast)
 
 
 # ---------------------------------------------------------------- names and shapes
@@ -228,12 +227,9 @@ def _lora(weights: AdapterWeights, base: Base, max_rank: int) -> dict[str, Part]
     asks = config.get("use_dora") or any(
         isinstance(getattr(base.modules[n], "bias", None), RemoteWeight) for n in layers
     )
-
-    def read(item: tuple[str, dict[str, Tensor]]) -> Part:
-        return _low_rank(*item, config, base, max_rank)
-
-    several = map if asks else in_parallel  # an executor is asked by one thread
-    parts = dict(zip(layers, several(read, layers.items()), strict=True))
+    nbytes = 0 if asks else sum(t.nbytes for t in weights.tensors.values())  # an executor is asked by one thread
+    read = partial(_low_rank, config=config, base=base, max_rank=max_rank)
+    parts = dict(zip(layers, in_parallel(read, layers.items(), nbytes), strict=True))
     check_complete(config, base, {name for name, of in layers.items() if "lora_A.weight" in of})
     return parts
 
@@ -248,14 +244,16 @@ def refuse_rewritten(config: dict[str, Any]) -> None:
         )
 
 
-def _low_rank(name: str, of: dict[str, Tensor], config: dict[str, Any], base: Base, max_rank: int) -> Part:
+def _low_rank(layer: tuple[str, dict[str, Tensor]], config: dict[str, Any], base: Base, max_rank: int) -> Part:
+    name, of = layer
     module = base.modules[name]
-    own = _bias(module)
+    bias: Tensor | None = getattr(module, "bias", None)
+    own = None if bias is None else bias.detach().float().cpu()
     trained = of.get("base_layer.bias", of.get("bias"))
     if trained is not None and (own is None or own.shape != trained.shape):
         raise AdapterError(f"it has a bias for {name}, where this base has none of its size: it is for another base")
     if "lora_A.weight" not in of and "lora_B.weight" not in of:
-        return Part(shift=_shift(own, trained, None, None))
+        return Part(shift=None if own is None or trained is None else (trained.float() - own)[None])
     outputs, inputs = _shape(module)
     if not {"lora_A.weight", "lora_B.weight"} <= of.keys():
         raise AdapterError(f"of {name} it has only one of lora_A and lora_B: save it again")
@@ -275,9 +273,14 @@ def _low_rank(name: str, of: dict[str, Tensor], config: dict[str, Any], base: Ba
     if config.get("use_dora"):
         gain = _dora_gain(name, of, module, a_RK.float(), b_NR.float(), scaling)
     up = _scaled(b_NR, scaling, base.dtype) if gain is None else scaling * gain[:, None] * b_NR.float()
-    added = of["lora_B.bias"].float() * scaling if "lora_B.bias" in of else None
-    shift = _shift(own, trained, gain, added)
-    return Part(down=a_RK, up=up.t(), gain=None if gain is None else gain[None], shift=shift)
+    shift = of["lora_B.bias"].float() * scaling if "lora_B.bias" in of else None
+    if own is not None and (
+        trained is not None or gain is not None
+    ):  # the gain has been applied to the base's own bias, too
+        ours = (own if trained is None else trained.float()) - (own if gain is None else gain * own)
+        shift = ours if shift is None else ours + shift
+    one_row = [None if each is None else each[None] for each in (gain, shift)]
+    return Part(down=a_RK, up=up.t(), gain=one_row[0], shift=one_row[1])
 
 
 def _scaling(name: str, config: dict[str, Any], rank: int) -> float:
@@ -329,37 +332,25 @@ def _by_pattern(name: str, patterns: Any, default: Any) -> Any:
     return default
 
 
-def _bias(module: nn.Module) -> Tensor | None:
-    bias = getattr(module, "bias", None)
-    return None if bias is None else bias.detach().float().cpu()
-
-
-def _shift(own: Tensor | None, trained: Tensor | None, gain: Tensor | None, added: Tensor | None) -> Tensor | None:
-    """Return what is added after the product and the base's own bias, to which the gain has been applied."""
-    shift = added
-    if own is not None and (trained is not None or gain is not None):
-        ours = own if trained is None else trained.float()
-        shift = ours - (own if gain is None else gain * own) + (0 if added is None else added)
-    return None if shift is None else shift[None]
-
-
 def _dora_gain(
     name: str, of: dict[str, Tensor], module: nn.Module, a_RK: Tensor, b_NR: Tensor, scaling: float
 ) -> Tensor:
+    """Return the magnitudes over the norms of the rows of `W + s B A`."""
     magnitude = of.get("lora_magnitude_vector", of.get("lora_magnitude_vector.weight"))
     if magnitude is None:
         raise AdapterError(f"it is a DoRA, and has no lora_magnitude_vector of {name}: save it again")
     _check(name, "lora_magnitude_vector", magnitude, (len(b_NR),))
-    return magnitude.float() / _norms(module, a_RK, b_NR, scaling)
-
-
-def _norms(module: nn.Module, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
-    """Return the norms of the rows of `W + s B A`."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     if isinstance(weight, RemoteWeight):
-        return row_norms(module, a_RK.to(weight.device), b_NR.to(weight.device), scaling, weight.dtype).float().cpu()
+        mapped = weight.handle.session.mapped
+        values = None if mapped is None else mapped.weights.get(weight.handle.index)
+        if values is None or not values.is_cpu:
+            norms = row_norms(module, a_RK.to(weight.device), b_NR.to(weight.device), scaling, weight.dtype)
+            return magnitude.float() / norms.float().cpu()
+        weight = values
     weight = weight.detach().float().cpu()
-    return torch.linalg.norm((weight.t() if isinstance(module, Conv1D) else weight) + scaling * (b_NR @ a_RK), dim=1)
+    weight = weight.t() if isinstance(module, Conv1D) else weight
+    return magnitude.float() / torch.linalg.norm(weight + scaling * (b_NR @ a_RK), dim=1)
 
 
 # ---------------------------------------------------------------- VeRA and IA3

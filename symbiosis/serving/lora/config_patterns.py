@@ -7,7 +7,7 @@ what was tried in a process of its own, which can be stopped.
 import json
 import re
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from symbiosis.base.procs import python
@@ -56,7 +56,11 @@ def without_patterns(config: dict[str, Any], names: Collection[str]) -> dict[str
     """
     config = {field: value for field, value in config.items() if field not in UNREAD}
     whole, keys = _expressions(config)
-    config = _with_used_keys(config, names)
+    tables = {
+        field: value for field, value in config.items() if value and field.endswith("_pattern") and field not in NAMES
+    }
+    if tables:
+        config = config | _with_used_keys(tables, names)
     if not whole and not keys:
         return config
     if "target_modules" in whole:
@@ -78,8 +82,10 @@ def _expressions(config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
             if isinstance(value, str) and not _is_plain(value):
                 whole[field] = value
         elif field.endswith("_pattern") and field not in NAMES:
-            keys += _keys(field, value)
-        else:
+            if not isinstance(value, dict | None):
+                raise AdapterError(f"its {shown(field)} is not a table of patterns and numbers")
+            keys += [key for key in value or () if not _is_plain(key)]
+        elif value and (isinstance(value, list | dict) or field in NAMES):
             _check_plain(field, value)
     return whole, keys
 
@@ -121,33 +127,18 @@ def _tried(whole: dict[str, str], keys: list[str], names: Collection[str]) -> di
     return chosen  # type: ignore[no-any-return]
 
 
-def _keys(field: str, value: Any) -> list[str]:
-    """Return the expressions in a table such as `rank_pattern`, of which each kind of adapter has its own."""
-    if not isinstance(value, dict | None):
-        raise AdapterError(f"its {shown(field)} is not a table of patterns and numbers")
-    return [key for key in value or () if not _is_plain(key)]
-
-
-def _with_used_keys(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return the configuration with tables that have no names but those of modules: PEFT looks for each layer at all of them."""
-    tables = {
-        field: value for field, value in config.items() if value and field.endswith("_pattern") and field not in NAMES
-    }
-    if not tables:
-        return config
+def _with_used_keys(tables: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the tables without the names that are of no module: PEFT looks for each layer at all of them."""
     ends = {name[at:] for name in names for at in (0, *(match.end() for match in re.finditer(r"\.", name)))}
-    used = {
+    return {
         field: {key: one for key, one in table.items() if key in ends or not _is_plain(key)}
         for field, table in tables.items()
     }
-    return config | used
 
 
 def _check_plain(field: str, value: Any) -> None:
     """Check what PEFT may put into expressions of its own: items of lists and of tables, whatever the field, because it iterates over
     what it finds."""
-    if not isinstance(value, list | dict) and field not in NAMES:
-        return
     waiting = list(value) if isinstance(value, dict) else [value]
     while waiting:
         each = waiting.pop()
@@ -163,37 +154,31 @@ def _is_plain(pattern: str) -> bool:
     return PLAIN.fullmatch(pattern) is not None
 
 
-def check_numbers(config: dict[str, Any], max_rank: int) -> None:
-    """Raise `AdapterError` for sizes that nobody can mean, before anything is allocated for them."""
-    for name, value in _numbers(config):
-        if value > REPEATS.get(name, MOST):
-            raise AdapterError(f"its {shown(name)} is {value}, and may be {REPEATS.get(name, MOST)} at most")
-        if value > max_rank and (name in RANKS or name.endswith("rank_pattern")):
-            raise AdapterError(
-                f"its rank is {value} ({shown(name)}), and this server takes {max_rank} at most: start it with a larger max_rank (--max-rank)"
-            )
-        if not abs(value) <= MOST:
-            raise AdapterError(f"its {shown(name)} is {value}: numbers must be from {-MOST} to {MOST}")
+def check_numbers(config: dict[str, Any], max_rank: int, held: int) -> None:
+    """Raise `AdapterError` for sizes that nobody can mean, before anything is allocated for them, and if PEFT would make more than all that the
+    file holds, which it does before it compares shapes: a bank of vectors, or one for each item of a list.
 
+    Args:
+        held: How many numbers the file has.
 
-def check_sizes(config: dict[str, Any], numbers: int) -> None:
-    """Raise `AdapterError` if PEFT would make more than all that the file holds, which it does before it compares shapes: a bank of vectors, or
-    one for each item of a list.
-
-    >>> check_sizes({"peft_type": "VBLORA", "num_vectors": 16, "vector_length": 64}, numbers=2000)
+    >>> check_numbers({"peft_type": "VBLORA", "num_vectors": 16, "vector_length": 64}, max_rank=8, held=2000)
     """
-    for name, value in config.items():
-        if isinstance(value, list) and len(value) > max(numbers, FEW):
-            raise AdapterError(f"its {shown(name)} has {len(value)} items, more than its file has numbers: {numbers}")
+    for name, told in config.items():
+        if isinstance(told, list) and len(told) > max(held, FEW):
+            raise AdapterError(f"its {shown(name)} has {len(told)} items, more than its file has numbers: {held}")
+        for value in told.values() if isinstance(told, dict) else [told]:
+            if not isinstance(value, int | float):
+                continue
+            if value > REPEATS.get(name, MOST):
+                raise AdapterError(f"its {shown(name)} is {value}, and may be {REPEATS.get(name, MOST)} at most")
+            if value > max_rank and (name in RANKS or name.endswith("rank_pattern")):
+                raise AdapterError(
+                    f"its rank is {value} ({shown(name)}), and this server takes {max_rank} at most: start it with a larger max_rank (--max-rank)"
+                )
+            if not abs(value) <= MOST:
+                raise AdapterError(f"its {shown(name)} is {value}: numbers must be from {-MOST} to {MOST}")
     bank = config.get("num_vectors", 0), config.get("vector_length", 0)
-    if all(isinstance(size, int) for size in bank) and bank[0] * bank[1] > numbers:
+    if all(isinstance(size, int) for size in bank) and bank[0] * bank[1] > held:
         raise AdapterError(
-            f"its bank of {bank[0]} vectors of {bank[1]} numbers is larger than its file, which has {numbers}"
+            f"its bank of {bank[0]} vectors of {bank[1]} numbers is larger than its file, which has {held}"
         )
-
-
-def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in config.items():
-        for each in value.values() if isinstance(value, dict) else [value]:
-            if isinstance(each, int | float):
-                yield name, each

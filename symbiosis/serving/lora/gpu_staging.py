@@ -15,7 +15,7 @@ from torch import Tensor
 from symbiosis.kernels import file_rows
 from symbiosis.kernels.gpu.records import BEHIND, EXPAND_HEAD
 from symbiosis.serving.kv_cache.paged_memory import PagedMemory
-from symbiosis.serving.lora.adapter_cache import NAMES, RowRun, matrices_of, place, shapes_of
+from symbiosis.serving.lora.adapter_cache import NAMES, RowRun, place, shapes_of
 from symbiosis.serving.lora.adapter_files import in_each_thread, in_parallel
 from symbiosis.serving.lora.adapter_kinds import Part
 from symbiosis.serving.runner.shared_inputs import STAGES, Group
@@ -115,7 +115,7 @@ class Fetcher:
         if not parts or any(name not in names or part.before is not None for name, part in parts.items()):
             return None
         parts = {name: parts[name] for group in self._groups for name in group.names if name in parts}
-        layout, matrices = self._layout(parts), matrices_of(parts)
+        layout, matrices = self._layout(parts), [matrix for part in parts.values() for matrix in part.tensors]
         pages = self._empty_pages(layout.count)
         if source is not None and (table := self._table(layout, parts, source)) is not None:
             _put(source.contents, table, layout, pages)
@@ -171,10 +171,6 @@ class Fetcher:
         for run in runs:
             ends[stages[run.matrix]] = run.page + 1
         return list(accumulate(ends, max))
-
-    def pages_of(self, packed: Packed) -> int:
-        """Return how many pages it takes."""
-        return packed.layout.count
 
     def fetch(self, packed: Packed, pages: list[int]) -> Book:
         """Begin to copy it to these pages."""

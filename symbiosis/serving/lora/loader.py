@@ -7,10 +7,10 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from symbiosis.errors import AdapterError
-from symbiosis.serving.lora.adapter_cache import pages_for
+from symbiosis.serving.lora.adapter_cache import place, put_whole, shapes_of
 from symbiosis.serving.lora.adapter_files import TENSORS, AdapterWeights, check_finite
-from symbiosis.serving.lora.adapter_kinds import Base, LoadedAdapter, LoraFile, NotFused, OwnTensor, Part, fused_parts
-from symbiosis.serving.lora.config_patterns import check_numbers, check_sizes, without_patterns
+from symbiosis.serving.lora.adapter_kinds import Base, LoadedAdapter, LoraFile, NotFused, Part, fused_parts
+from symbiosis.serving.lora.config_patterns import check_numbers, without_patterns
 from symbiosis.serving.lora.peft_layers import Skeleton, own_tensors, peft_layers
 from symbiosis.serving.lora.trial import misplaced
 from symbiosis.serving.runner.model_runner import ModelRunner
@@ -36,8 +36,9 @@ class Loader:
 
     def load(self, name: str, weights: AdapterWeights, version: int, is_known: bool = False) -> LoadedAdapter:
         """Prepare an adapter. One that `is_known` was prepared before from the same files, and its numbers are not looked at again."""
-        check_numbers(weights.config, self.max_rank)
-        check_sizes(weights.config, sum(tensor.numel() for tensor in weights.tensors.values()))
+        check_numbers(weights.config, self.max_rank, sum(tensor.numel() for tensor in weights.tensors.values()))
+        if not is_known:
+            check_finite(weights.tensors.items(), "its training has diverged")
         weights = replace(weights, config=without_patterns(weights.config, self.base.modules))
         kind = weights.config["peft_type"]
         parts: dict[str, Part] = {}
@@ -54,23 +55,35 @@ class Loader:
             except NotFused:
                 with self.one_by_one:  # each is watched for what it does to the base's weights
                     layers = peft_layers(weights, self.base, self.skeleton)
-        self._check_places([*parts, *layers])
-        scaled = [(name, t) for name, part in parts.items() for t in part.tensors]
-        scaled += [("prompt_embeddings", t) for pair in prefix for t in pair]
-        scaled += [] if prompt is None else [("prompt_embeddings", prompt)]
+        for layer in (*parts, *layers):
+            if (reason := self.misplaced.get(layer)) is not None:
+                raise AdapterError(
+                    f"it adapts {layer}, which {reason}: the server could not tell which rows are this adapter's. Train one without it"
+                )
         if not is_known:
+            scaled = [(layer, t) for layer, part in parts.items() for t in part.tensors]
+            scaled += [("prompt_embeddings", t) for t in (*([] if prompt is None else [prompt]), *sum(prefix, ()))]
             check_finite(scaled, f"scaled, they are beyond what {self.base.dtype} holds")
-        own = own_tensors(layers.values(), self.base)
-        self._check_room(parts, own)
+        own = own_tensors(layers.values(), self.base) if layers else []
+        arena = self.served.arena
+        if own:
+            pages = put_whole([each.values.nbytes for each in own], arena.page_bytes)[0]
+        else:
+            pages = place(shapes_of(parts), arena.page_elements)[0]
+        if pages > arena.pool.total // 2:
+            raise AdapterError(
+                f"it takes {pages} pages of {arena.page_bytes} bytes, more than half of the server's memory for adapters, keys and values: "
+                "give the server more memory"
+            )
         virtual = len(prompt) if prompt is not None else len(prefix[0][0]) if prefix else 0
         ranks = [len(part.down) for part in parts.values() if part.down is not None]
         held = [t for part in parts.values() for t in part.tensors] or list(weights.tensors.values())
         nbytes = max(sum(t.nbytes for t in held), sum(each.values.nbytes for each in own))
         packed = None if self.served.fetcher is None else self.served.fetcher.pack(parts, LoraFile(weights))
         if packed is not None:
-            parts = packed.layout.parts
+            parts, pages = packed.layout.parts, packed.layout.count
         return LoadedAdapter(
-            name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=nbytes,
+            name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=nbytes, pages=pages,
             virtual=virtual, parts=parts, layers=layers, own=own, packed=packed, prompt=prompt, prefix=prefix,
         )  # fmt: skip
 
@@ -78,22 +91,6 @@ class Loader:
         """Return an adapter of which only `without_numbers` was kept. Its files must be those from which it was loaded."""
         assert self.served.fetcher is not None
         return replace(adapter, packed=self.served.fetcher.read_again(adapter.packed, folder / TENSORS))
-
-    def _check_places(self, names: list[str]) -> None:
-        for name in names:
-            if (reason := self.misplaced.get(name)) is not None:
-                raise AdapterError(
-                    f"it adapts {name}, which {reason}: the server could not tell which rows are this adapter's. Train one without it"
-                )
-
-    def _check_room(self, parts: dict[str, Part], own: list[OwnTensor]) -> None:
-        arena = self.served.arena
-        needed = pages_for(parts, own, arena)
-        if needed > arena.pool.total // 2:
-            raise AdapterError(
-                f"it takes {needed} pages of {arena.page_bytes} bytes, more than half of the server's memory for adapters, keys and values: "
-                "give the server more memory"
-            )
 
     def _prompt(self, weights: AdapterWeights) -> Tensor:
         prompt, width = _embeddings(weights), self.served.model.get_input_embeddings().embedding_dim  # type: ignore[operator]

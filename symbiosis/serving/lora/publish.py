@@ -13,11 +13,10 @@ from safetensors.torch import save
 from torch import nn
 
 from symbiosis.errors import AdapterError, ConfigError
-from symbiosis.serving.lora.adapter_files import AdapterWeights
+from symbiosis.serving.lora.adapter_files import METADATA, AdapterWeights
 from symbiosis.serving.lora.adapter_folder import check_name
 from symbiosis.text import shown
 
-METADATA = "adapter_config"  # of the safetensors file that is sent: the configuration, as JSON
 PATIENCE_S = 60.0
 
 

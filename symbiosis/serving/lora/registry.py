@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from symbiosis.errors import AdapterError, UnknownAdapter
-from symbiosis.serving.lora.adapter import Adapter
-from symbiosis.serving.lora.adapter_files import MOST_TENSOR_BYTES, AdapterWeights, read_folder
+from symbiosis.serving.lora.adapter import Adapter, versions
+from symbiosis.serving.lora.adapter_files import MOST_TENSOR_BYTES, AdapterWeights, read_adapter
 from symbiosis.serving.lora.adapter_folder import Folder, State, check_name
 from symbiosis.serving.lora.adapter_kinds import LoadedAdapter, without_numbers
 from symbiosis.serving.lora.loader import Loader
@@ -42,10 +42,7 @@ class FoundAdapter(NamedTuple):
 
     adapter: LoadedAdapter
     state: State | None  # None: it was given, not found
-
-    @property
-    def bytes(self) -> int:
-        return self.adapter.bytes + FIXED_BYTES
+    bytes: int  # of the host's memory
 
 
 @dataclass(slots=True)
@@ -123,7 +120,7 @@ class AdapterRegistry:
         """Add a new version of the adapter `name`. Requests that run with an older version keep it."""
         check_name(name, self._folder.base)
         with self._turns.of(name):
-            return self._keep(FoundAdapter(self._load(name, source, Adapter.next_version()), None))
+            return self._keep(self._load(name, source, next(versions)), None)
 
     def remove(self, name: str) -> None:
         """Remove an adapter, once it is read if it is being read. Its name is unknown until it is added again, or its folder changes."""
@@ -155,7 +152,7 @@ class AdapterRegistry:
             adapter = None if version is None else self._load_again(name, folder, version)
             if adapter is None or self._folder.state(name) != state:  # it changed while it was read
                 adapter = self._load_new(name, folder, state)
-            return self._keep(FoundAdapter(adapter, state))
+            return self._keep(adapter, state)
 
     def look(self, is_enough: Callable[[], bool]) -> Looked:
         """Load what lies in the folder and was not asked for yet, as long as nothing has to be let go for it."""
@@ -240,7 +237,7 @@ class AdapterRegistry:
         """Load an adapter, unless the very same was refused just now: then nothing is read."""
         self._refusals.check(name, state)
         try:
-            return self._load(name, folder, Adapter.next_version())
+            return self._load(name, folder, next(versions))
         except AdapterError as error:
             if not isinstance(error.__cause__, OSError):  # which may pass, though the files stay as they are
                 self._refusals.add(name, state, str(error))
@@ -270,7 +267,7 @@ class AdapterRegistry:
     ) -> LoadedAdapter:
         try:
             if not isinstance(source, AdapterWeights):
-                source = read_folder(Path(source), is_known, self._folder.most_bytes, self._folder.most_tensors)
+                source = read_adapter(Path(source), self._folder.most_bytes, self._folder.most_tensors)
             with torch.no_grad():
                 return self._loader.load(name, source, version, is_known)
         except AdapterError as error:
@@ -284,10 +281,12 @@ class AdapterRegistry:
                 f"adapter {name!r}: its adapter_config.json says what PEFT does not write there ({told}): save it again"
             ) from None
 
-    def _keep(self, new: FoundAdapter) -> LoadedAdapter:
-        name = new.adapter.name
+    def _keep(self, adapter: LoadedAdapter, state: State | None) -> LoadedAdapter:
+        name, new = adapter.name, FoundAdapter(adapter, state, adapter.bytes + FIXED_BYTES)
         with self._lock:
-            let_go = self._make_room(new)
+            held = sum(found.bytes for other, found in self._found.items() if other != name)
+            excess = 0 if self._memory is None else new.bytes + held - self._memory
+            let_go = self._make_room(new, excess) if excess > 0 else []
             old = self._found.pop(name, None)
             self._found[name] = new
             self._removed.pop(name, None)
@@ -295,17 +294,14 @@ class AdapterRegistry:
         self._refusals.forget(name)
         if old is not None:
             self.on_replaced(old.adapter)
-        for adapter in let_go:
-            self.on_let_go(adapter)
-        return new.adapter
+        for gone in let_go:
+            self.on_let_go(gone)
+        return adapter
 
-    def _make_room(self, new: FoundAdapter) -> list[LoadedAdapter]:
+    def _make_room(self, new: FoundAdapter, excess: int) -> list[LoadedAdapter]:
         """Let other adapters of the folder go, and return them. Raises `AdapterError` if that would not be enough, and then lets none go."""
         let_go: list[LoadedAdapter] = []
-        if self._memory is None:
-            return let_go
         others = [(name, found) for name, found in self._found.items() if name != new.adapter.name]
-        excess = new.bytes + sum(found.bytes for _, found in others) - self._memory
         from_folder = [(name, found, found.state) for name, found in others if found.state is not None]
         if excess > sum(found.bytes for _, found, _ in from_folder):
             given = sum(found.bytes for _, found in others if found.state is None)
