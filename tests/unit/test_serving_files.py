@@ -180,6 +180,31 @@ def test_a_file_that_was_cut_off_is_its_senders_mistake(share: float, tmp_path: 
         read_adapter(file)
 
 
+def test_what_is_sent_in_one_file_is_read_as_if_it_lay_in_two(tmp_path: Path) -> None:
+    tensors = {"base_model.model.a.lora_A.weight": torch.ones(40, 40)}
+    (file := tmp_path / "file").write_bytes(
+        safetensors.torch.save(tensors, {"adapter_config": '{"peft_type": "LORA"}'})
+    )
+    found = read_adapter(file)
+    assert found.config == {"peft_type": "LORA"} and same(found.tensors, tensors)
+    assert found.place_of(found.tensors["base_model.model.a.lora_A.weight"]) == file.stat().st_size - 6400
+    with pytest.raises(AdapterError, match="has 6[0-9]{3} bytes, and may have 6000: start the server with more"):
+        read_adapter(file, most_bytes=6000)
+    long = json.dumps({"peft_type": "LORA", "a": "x" * (1 << 20)})
+    file.write_bytes(safetensors.torch.save(tensors, {"adapter_config": long}))
+    with pytest.raises(AdapterError, match="adapter_config.json has 1048.* bytes, and may have 1048576"):
+        read_adapter(file)
+
+
+@pytest.mark.parametrize("config", [7, None, [], {"a": 1}, "\ud800", "[" * 9000, "", "[]"])
+def test_a_file_whose_configuration_is_none_is_refused(config: Any, tmp_path: Path) -> None:
+    tensor = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    for metadata in ({"adapter_config": config}, config):
+        (file := tmp_path / "file").write_bytes(with_header({"__metadata__": metadata, "a": tensor}, bytes(8)))
+        with pytest.raises(AdapterError, match="no safetensors file|is not JSON|has no peft_type"):
+            read_adapter(file)
+
+
 def sent(file: Path, metadata: dict[str, str]) -> Path:
     """A file without tensors, as one that a client has sent."""
     header = json.dumps({"__metadata__": metadata}).encode()

@@ -170,6 +170,8 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def parse_config(text: bytes) -> dict[str, Any]:
     """Return a configuration of PEFT's."""
+    if len(text) > MOST_CONFIG_BYTES:
+        raise AdapterError(f"{CONFIG} has {len(text)} bytes, and may have {MOST_CONFIG_BYTES}")
     if parts(text) > MOST_CONFIG_PARTS:
         raise AdapterError(LARGE_CONFIG)
     try:
