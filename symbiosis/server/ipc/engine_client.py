@@ -23,7 +23,6 @@ from symbiosis.server.ipc.engine_ipc import (
     Drain,
     EngineBeat,
     EngineReady,
-    FromEngine,
     Outputs,
     Refused,
     StopCompletion,
@@ -137,6 +136,7 @@ class EngineClient(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take all messages that have come. What they bring is handed on together afterwards: a process that is behind makes fewer, larger
         pieces of it."""
+        self._pulse.beat()
         self._unread += data
         at, there = 0, len(self._unread)
         while there - at >= LENGTH.size:
@@ -144,7 +144,27 @@ class EngineClient(asyncio.Protocol):
             if there - at - LENGTH.size < length:
                 break
             at += LENGTH.size + length
-            self._take(from_engine.decode(self._unread[at - length : at]))
+            match from_engine.decode(self._unread[at - length : at]):
+                case Outputs(outputs):
+                    for output in outputs:
+                        self._give(output)
+                case Answer(number=number) as told:
+                    answer = self._asked.get(number)
+                    if answer is not None and not answer.done():
+                        answer.set_result(told)
+                case EngineBeat(step_s, room, tokens):
+                    self.step_s, self.room, self.tokens = step_s, room, tokens
+                case Refused(id, error, status, param):
+                    asked = self._over(id)
+                    if asked is not None and asked.take is not None:
+                        asked.take(ApiError(status, error, param))
+                case Drain():
+                    self.drained.set()
+                case EngineReady() as welcome:
+                    self.welcome = welcome
+                    if welcome.build != build():
+                        logger.warning(OTHER_BUILD, welcome.build or "another release", build())
+                    self._is_ready.set_result(None)
         del self._unread[:at]
         calls, self.at_pause = self.at_pause, []
         for call in calls:
@@ -166,29 +186,6 @@ class EngineClient(asyncio.Protocol):
         self._tell(EngineBeat())
         self.is_silent = self._pulse.look() > SILENT_S / 3
         return not self._pulse.seems_lost()
-
-    def _take(self, message: FromEngine) -> None:
-        self._pulse.beat()
-        if isinstance(message, Outputs):
-            for output in message.outputs:
-                self._give(output)
-        elif isinstance(message, Refused):
-            asked = self._over(message.id)
-            if asked is not None and asked.take is not None:
-                asked.take(ApiError(message.status, message.error, message.param))
-        elif isinstance(message, Answer):
-            answer = self._asked.get(message.number)
-            if answer is not None and not answer.done():
-                answer.set_result(message)
-        elif isinstance(message, EngineBeat):
-            self.step_s, self.room, self.tokens = message.step_s, message.room, message.tokens
-        elif isinstance(message, Drain):
-            self.drained.set()
-        elif isinstance(message, EngineReady):
-            self.welcome = message
-            if message.build != build():
-                logger.warning(OTHER_BUILD, message.build or "another release", build())
-            self._is_ready.set_result(None)
 
     def _give(self, output: Output) -> None:
         if (asked := self.requests.get(output.request)) is None:

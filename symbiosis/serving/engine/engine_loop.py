@@ -152,7 +152,8 @@ class Loop:
             self.on_pause()
             if self.jobs:
                 return True
-            self._settle()
+            if self._launched is not None:
+                self._settle()
             with self._awake:
                 if not self._messages:
                     if self._closing:

@@ -20,7 +20,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.serving.engine.engine_loop import Loop
 from symbiosis.serving.engine.engine_stats import EngineStats
 from symbiosis.serving.engine.limits import check, fitted, most_tokens
-from symbiosis.serving.engine.reader import Completion, PartReader, Reader
+from symbiosis.serving.engine.reader import Completion, Reader
 from symbiosis.serving.engine.request_state import RequestState
 from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.lora.adapter_cache import AdapterCache
@@ -61,6 +61,14 @@ class Engine:
         max_adapter_bytes: Of the file of an adapter's tensors, if `adapter_memory` is not more. Larger ones are refused.
         name: What the model is called: no adapter may have that name.
         wait: How long an executor may take to come up, in seconds; None: as long as it may be away later, 60 or `$SYMBIOSIS_PATIENCE_S`.
+
+    Attributes:
+        config: The base's configuration: of the part that reads and writes text.
+        vocabulary: The number of tokens: they are numbered from 0 to below this.
+        ends: The tokens that end an answer.
+        longest: How many tokens of a prompt and its answer together the model takes.
+        most_tokens: ... and the memory holds.
+        fingerprint: That of the base, as its executor told when this engine joined it; nothing for a model that was handed over.
 
     >>> import symbiosis
     >>> with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, memory=1 << 24) as engine:
@@ -107,6 +115,15 @@ class Engine:
         self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
         served.serve(max_batch, max_batch + prefill_tokens, compiles)
         self._loop = Loop(served, self._scheduler, max_waiting, self._ended)
+        self.config, self.vocabulary, self.ends, self.longest = (
+            served.config,
+            served.vocabulary,
+            served.ends,
+            served.longest,
+        )
+        self.most_tokens = most_tokens(served, self._scheduler.piece)
+        own = next(remote_weights(self._own_model)) if self._own_model else None
+        self.fingerprint = "" if own is None else own.handle.session.fingerprint or ""
         self._loop.following.on_late = self._grammars.was_late
         self._library.on_replaced = partial(self._loop.ask, self._drop)
         self._library.on_let_go = self._leave
@@ -209,31 +226,6 @@ class Engine:
         """Return the names of all adapters that can be served, also of those in the folder that were never asked for."""
         return self._library.names()
 
-    @property
-    def config(self) -> Any:
-        """The base's configuration: of the part that reads and writes text."""
-        return self._served.config
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of tokens: they are numbered from 0 to below this."""
-        return self._served.vocabulary
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The tokens that end an answer."""
-        return self._served.ends
-
-    @property
-    def longest(self) -> int:
-        """How many tokens of a prompt and its answer together the model takes."""
-        return self._served.longest
-
-    @property
-    def most_tokens(self) -> int:
-        """How many tokens of a prompt and its answer together the model takes and the memory holds."""
-        return most_tokens(self._served, self._scheduler.piece)
-
     def figures(self) -> EngineStats:
         """Return what is going on now, and what was counted so far."""
         blocks, pool, counts = self._served.blocks, self._served.arena.pool, self._scheduler.counts
@@ -256,11 +248,6 @@ class Engine:
             adapter_evictions=self._residency.evictions,
             finished=dict(self._loop.finished),
         )
-
-    @property
-    def fingerprint(self) -> str:
-        """That of the base, as its executor told when this engine joined it; nothing for a model that was handed over."""
-        return next(remote_weights(self._own_model)).handle.session.fingerprint or "" if self._own_model else ""
 
     @property
     def is_alive(self) -> bool:
@@ -299,8 +286,7 @@ class Engine:
             stop: Strings before which the text is cut.
             sampling: The fields of `Sampling`.
         """
-        reader = Reader(self, prompt, adapter, tenant, stop, sampling)
-        return reader.wait()
+        return Reader(self, prompt, adapter, tenant, stop, sampling).wait()
 
     def stream(
         self,
@@ -312,7 +298,7 @@ class Engine:
         **sampling: Any,
     ) -> AsyncIterator[Completion]:
         """Complete a prompt, and yield what each step adds. Leaving the loop cancels the request."""
-        return PartReader(self, prompt, adapter, tenant, stop, sampling).parts()
+        return Reader(self, prompt, adapter, tenant, stop, sampling).parts()
 
     def next_id(self) -> int:
         return next(self._ids)

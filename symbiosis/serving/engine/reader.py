@@ -54,8 +54,8 @@ def _strings(stop: str | Iterable[str]) -> tuple[str, ...]:
     return several
 
 
-class Asking:
-    """One request, with its text."""
+class Reader:
+    """Reads the answer to one request, whole or in parts. Either is done once."""
 
     def __init__(
         self,
@@ -112,11 +112,8 @@ class Asking:
             cached_tokens=output.cached_tokens,
         )
 
-
-class Reader(Asking):
-    """Waits for the whole completion."""
-
     def wait(self) -> Completion:
+        """Wait for the whole completion."""
         outputs: SimpleQueue[Output] = SimpleQueue()
         self.engine.submit(self.request, outputs.put)
         parts: list[Completion] = []
@@ -134,11 +131,8 @@ class Reader(Asking):
             cached_tokens=parts[0].cached_tokens,
         )
 
-
-class PartReader(Asking):
-    """Yields the parts of a completion as they come."""
-
     async def parts(self) -> AsyncIterator[Completion]:
+        """Yield the parts of the completion as they come."""
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output]()
 
         def put(output: Output) -> None:

@@ -114,8 +114,11 @@ def _read(file: Path, most: int) -> memoryview:
             more = ": start the server with more --adapter-memory or --max-adapter-bytes" if file.name != CONFIG else ""
             raise AdapterError(f"{file.name} has {size} bytes, and may have {most}{more}")
         view: memoryview = torch.empty(size, dtype=torch.uint8).numpy().data
-        read = partial(_read_piece, opened.fileno(), view)
-        if (read(0) if size <= PIECE_BYTES else sum(in_parallel(read, range(0, size, PIECE_BYTES)))) < size:
+        if size <= PIECE_BYTES:
+            done = opened.readinto(view)
+        else:
+            done = sum(in_parallel(partial(_read_piece, opened.fileno(), view), range(0, size, PIECE_BYTES)))
+        if done < size:
             raise AdapterError(f"{file.name} became shorter while it was read: copy it again")
     return view
 

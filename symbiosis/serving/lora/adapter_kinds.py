@@ -288,32 +288,21 @@ def _scaling(name: str, config: dict[str, Any], rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-@dataclass(slots=True, frozen=True)
-class LoraFile:
-    """A file whose matrices may be simply those of a LoRA."""
-
-    weights: AdapterWeights
-
-    @property
-    def contents(self) -> Tensor:
-        assert self.weights.contents is not None
-        return self.weights.contents
-
-    def sources_of(self, parts: dict[str, Part]) -> list[Source] | None:
-        """Return where the matrices of these parts lie in the file, or None if it is not as simple."""
-        sources: list[Source] = []
-        for name, part in parts.items():
-            if part.down is None or part.up is None or len(part.tensors) != 2:
+def sources_of(parts: dict[str, Part], weights: AdapterWeights) -> list[Source] | None:
+    """Return where the matrices of these parts lie in the file of these weights, or None if they are not simply those of a LoRA."""
+    sources: list[Source] = []
+    for name, part in parts.items():
+        if part.down is None or part.up is None or len(part.tensors) != 2:
+            return None
+        scales = 1.0, _scaling(name, weights.config, len(part.down))
+        for which, matrix, scale in zip("AB", (part.down, part.up), scales, strict=True):
+            tensor = weights.tensors.get(f"{PREFIX}{name}.lora_{which}.weight")
+            place = None if tensor is None else weights.place_of(tensor)
+            if tensor is None or place is None:
                 return None
-            scales = 1.0, _scaling(name, self.weights.config, len(part.down))
-            for which, matrix, scale in zip("AB", (part.down, part.up), scales, strict=True):
-                tensor = self.weights.tensors.get(f"{PREFIX}{name}.lora_{which}.weight")
-                place = None if tensor is None else self.weights.place_of(tensor)
-                if tensor is None or place is None:
-                    return None
-                rows, columns = matrix.shape
-                sources.append(Source(place, tensor.dtype, rows, columns, scale, is_transposed=which == "B"))
-        return sources
+            rows, columns = matrix.shape
+            sources.append(Source(place, tensor.dtype, rows, columns, scale, is_transposed=which == "B"))
+    return sources
 
 
 def _scaled(b_NR: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:

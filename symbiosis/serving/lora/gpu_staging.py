@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,21 +16,13 @@ from symbiosis.kernels import file_rows
 from symbiosis.kernels.gpu.records import BEHIND, EXPAND_HEAD
 from symbiosis.serving.kv_cache.paged_memory import PagedMemory
 from symbiosis.serving.lora.adapter_cache import NAMES, RowRun, place, shapes_of
-from symbiosis.serving.lora.adapter_files import in_each_thread, in_parallel
-from symbiosis.serving.lora.adapter_kinds import Part
+from symbiosis.serving.lora.adapter_files import AdapterWeights, in_each_thread, in_parallel
+from symbiosis.serving.lora.adapter_kinds import Part, sources_of
 from symbiosis.serving.runner.shared_inputs import STAGES, Group
 
 MOST_RUNS = 16  # most copies for one adapter; if it would take more,
 STAGED_BYTES = 16 << 20  # so many bytes are copied at once, and put in their places on the device
 MOST_LAYOUTS = 64  # most that are remembered
-
-
-class File(Protocol):
-    """What an adapter is read from."""
-
-    @property
-    def contents(self) -> Tensor: ...
-    def sources_of(self, parts: dict[str, Part]) -> Sequence[file_rows.Source] | None: ...
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -105,11 +97,11 @@ class Fetcher:
         self._last: Book | None = None
         self._counts = [1 + max([0, *(g.last_entry for g in groups if g.is_head == head)]) for head in (False, True)]
 
-    def pack(self, parts: dict[str, Part], source: File | None = None) -> Packed | None:
+    def pack(self, parts: dict[str, Part], weights: AdapterWeights | None = None) -> Packed | None:
         """Pack an adapter, or return None if the kernels do not compute all of it. Any thread may call this.
 
         Args:
-            source: The file from which these parts come.
+            weights: From which these parts come: simple ones are taken from their file at once.
         """
         names = {name for group in self._groups for name in group.names}
         if not parts or any(name not in names or part.before is not None for name, part in parts.items()):
@@ -117,8 +109,9 @@ class Fetcher:
         parts = {name: parts[name] for group in self._groups for name in group.names if name in parts}
         layout, matrices = self._layout(parts), [matrix for part in parts.values() for matrix in part.tensors]
         pages = self._empty_pages(layout.count)
-        if source is not None and (table := self._table(layout, parts, source)) is not None:
-            _put(source.contents, table, layout, pages)
+        contents = None if weights is None else weights.contents
+        if weights is not None and contents is not None and (table := self._table(layout, parts, weights)) is not None:
+            _put(contents, table, layout, pages)
             return Packed(layout, pages, table)
 
         def put(run: RowRun) -> None:
@@ -128,9 +121,9 @@ class Fetcher:
         in_parallel(put, layout.runs)
         return Packed(layout, pages)
 
-    def _table(self, layout: Layout, parts: dict[str, Part], source: File) -> Tensor | None:
+    def _table(self, layout: Layout, parts: dict[str, Part], weights: AdapterWeights) -> Tensor | None:
         """Return where the matrices lie in their file, or None if that cannot be told simply."""
-        sources = source.sources_of(parts)
+        sources = sources_of(parts, weights)
         if sources is None or not file_rows.can_read(sources, self._arena.flat.dtype):
             return None
         counts = Counter(run.matrix for run in layout.runs)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.adapter_cache import place, put_whole, shapes_of
 from symbiosis.serving.lora.adapter_files import TENSORS, AdapterWeights, check_finite
-from symbiosis.serving.lora.adapter_kinds import Base, LoadedAdapter, LoraFile, NotFused, Part, fused_parts
+from symbiosis.serving.lora.adapter_kinds import Base, LoadedAdapter, NotFused, Part, fused_parts
 from symbiosis.serving.lora.config_patterns import check_numbers, without_patterns
 from symbiosis.serving.lora.peft_layers import Skeleton, own_tensors, peft_layers
 from symbiosis.serving.lora.trial import misplaced
@@ -79,7 +79,7 @@ class Loader:
         ranks = [len(part.down) for part in parts.values() if part.down is not None]
         held = [t for part in parts.values() for t in part.tensors] or list(weights.tensors.values())
         nbytes = max(sum(t.nbytes for t in held), sum(each.values.nbytes for each in own))
-        packed = None if self.served.fetcher is None else self.served.fetcher.pack(parts, LoraFile(weights))
+        packed = None if self.served.fetcher is None else self.served.fetcher.pack(parts, weights)
         if packed is not None:
             parts, pages = packed.layout.parts, packed.layout.count
         return LoadedAdapter(
