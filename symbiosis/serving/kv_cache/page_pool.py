@@ -20,19 +20,16 @@ class PagePool:
     """
 
     def __init__(self, pages: int) -> None:
-        self.total = pages
+        self.total = self.free = pages
         self._free = list(reversed(range(pages)))
         self._is_taken = bytearray(pages)
 
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
     def take(self, count: int) -> list[int]:
         """Take so many pages, or raise `NoRoom`."""
-        if count > len(self._free):
+        if count > self.free:
             raise NoRoom
         pages = [self._free.pop() for _ in range(count)]
+        self.free -= count
         for page in pages:
             self._is_taken[page] = True
         return pages
@@ -44,6 +41,7 @@ class PagePool:
             return None
         pages = list(range(first, first + count))
         self._free = [page for page in self._free if not first <= page < first + count]
+        self.free -= count
         for page in pages:
             self._is_taken[page] = True
         return pages
@@ -53,3 +51,4 @@ class PagePool:
             assert self._is_taken[page], f"page {page} is free"
             self._is_taken[page] = False
             self._free.append(page)
+            self.free += 1

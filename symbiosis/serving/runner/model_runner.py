@@ -78,7 +78,8 @@ class ModelRunner(ABC):
 
     def inputs(self, step: SchedulerOutput) -> dict[str, Any]:
         """Return what the model is called with."""
-        ids = torch.tensor([[token for segment in step.segments for token in segment.tokens]], device=self.device)
+        tokens = [token for each in step.segments for token in each.sequence.tokens[each.position : each.end]]
+        ids = torch.tensor([tokens], device=self.device)
         if (fed := step.fed) is not None:
             ids[0, fed.rows] = fed.chosen[fed.sources].clamp(min=0)
         positions = torch.cat([torch.arange(segment.position, segment.end) for segment in step.segments])

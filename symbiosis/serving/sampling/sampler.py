@@ -158,23 +158,18 @@ def _truncated(scores: Tensor, samplings: list[Sampling]) -> Tensor:
 
 def _shaped(logits: Tensor, sequences: list[Sequence], ends: frozenset[int], allowed: dict[int, Tensor]) -> Tensor:
     """Return the scores to choose from: the logits after penalties and biases, without the tokens that may not come."""
-    shaping = [row for row, s in enumerate(sequences) if row in allowed or not _is_plain(s)]
+    shaping = []
+    for row, sequence in enumerate(sequences):
+        how = sequence.request.sampling
+        penalties = how.repetition_penalty != 1.0 or how.presence_penalty or how.frequency_penalty
+        if row in allowed or how.logit_bias or penalties or sequence.produced < how.min_tokens:
+            shaping.append(row)
     if not shaping:
         return logits
     scores = logits.clone()
     for row in shaping:
         _shape(scores[row], sequences[row], ends, allowed.get(row))
     return scores
-
-
-def _is_plain(sequence: Sequence) -> bool:
-    s = sequence.request.sampling
-    return (
-        not s.logit_bias
-        and sequence.produced >= s.min_tokens
-        and s.repetition_penalty == 1.0
-        and s.presence_penalty == s.frequency_penalty == 0.0
-    )
 
 
 def _shape(scores: Tensor, sequence: Sequence, ends: frozenset[int], allowed: Tensor | None) -> None:

@@ -96,10 +96,6 @@ class ScheduledRequest:
     def end(self) -> int:
         return self.position + self.rows
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.sequence.tokens[self.position : self.end]
-
 
 @dataclass(slots=True, frozen=True)
 class Fed:
