@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import IO
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
@@ -33,7 +33,7 @@ class Bodies:
         self._longest_s, self._most, self._most_bytes = longest_s, most, most_bytes
         self._open: dict[asyncio.Timeout, OpenBody] = {}  # in the order of their coming
 
-    async def read(self, request: Request, most: int, file: BinaryIO | None = None) -> bytes:
+    async def read(self, request: Request, most: int, file: IO[bytes] | None = None) -> bytes:
         """Return the whole body, of at most so many bytes; nothing, if it is written to a file instead."""
         pieces = bytearray()
         take: Callable[[bytes], object] = pieces.extend if file is None else file.write

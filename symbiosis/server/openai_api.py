@@ -195,7 +195,7 @@ async def put_adapter(front: ServingState, request: Request) -> ASGIApp:
         storing("the server's folder for adapters that are sent", front.uploads),
         NamedTemporaryFile(prefix="symbiosis-adapter-", dir=front.uploads) as file,
     ):
-        await front.bodies.pieces(request, front.options.max_adapter_bytes, file.write)
+        await front.bodies.read(request, front.options.max_adapter_bytes, file)
         file.flush()
         return _json(await front.remote.ask(AdapterInfo, "add", name, file.name))
 
