@@ -2,8 +2,8 @@
 
     y += s (x Aᵀ) Bᵀ        dB += s gᵀ (x Aᵀ)        dA += s (g B)ᵀ x        dx += s (g B) A
 
-Gradients are added to those of the runs' parameters in the backward pass itself: no node and no tensor for each matrix of each run. The sums are
-those of PEFT's layers, in the dtype of the adapter.
+Products are made in the dtype of the rows, as PEFT's layers make them under autocast. Gradients are added to those of the runs' parameters, in their
+dtype, in the backward pass itself: no node and no tensor for each matrix of each run.
 """
 
 from typing import Any, NamedTuple
@@ -39,8 +39,8 @@ class _Adapt(torch.autograd.Function):
         y_TN, x_TK = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
         lows = []
         for rows, (a, b, scale) in segments:
-            low_TR = x_TK[rows].to(a.dtype) @ a.t()
-            y_TN[rows] += ((low_TR @ b.t()) * scale).to(y.dtype)
+            low_TR = x_TK[rows] @ a.to(x.dtype).t()
+            y_TN[rows] += (low_TR @ b.to(x.dtype).t()) * scale
             lows.append(low_TR)
         ctx.mark_dirty(y)
         ctx.segments = segments
@@ -53,12 +53,12 @@ class _Adapt(torch.autograd.Function):
         dy_TN, x_TK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dx_TK = torch.zeros_like(x_TK) if ctx.needs_input_grad[1] else None
         for (rows, (a, b, scale)), low_TR in zip(ctx.segments, lows, strict=True):
-            g_TN = dy_TN[rows].to(b.dtype) * scale
-            dlow_TR = g_TN @ b
-            gradient_of(b).addmm_(g_TN.t(), low_TR)
-            gradient_of(a).addmm_(dlow_TR.t(), x_TK[rows].to(a.dtype))
+            g_TN = dy_TN[rows] * scale
+            dlow_TR = g_TN @ b.to(dy.dtype)
+            gradient_of(b).add_(g_TN.t() @ low_TR)
+            gradient_of(a).add_(dlow_TR.t() @ x_TK[rows])
             if dx_TK is not None:
-                dx_TK[rows] = (dlow_TR @ a).to(x.dtype)
+                torch.mm(dlow_TR, a.to(dy.dtype), out=dx_TK[rows])
         return dy, None if dx_TK is None else dx_TK.view(x.shape), None, None
 
 

@@ -1,0 +1,184 @@
+"""What a step of training costs: the engine that trains many runs, PEFT alone, and the frozen products by themselves, all of one process.
+
+    python scripts/bench_train.py step           # one run on Llama-7B's shapes (16 layers, rank 16 at seven projections)
+    python scripts/bench_train.py many           # 8 runs of 2 x 64 and 64 runs of 1 x 128, over one after another
+    python scripts/bench_train.py --quick        # both, fewer steps
+    python scripts/bench_train.py --tiny         # on a CPU: a small model, in float32
+
+`products` is the limit: each frozen matrix once forward and once backward for all rows, and nothing else.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from _gpu import ATTENTION, MLP, Shape, synchronize
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from symbiosis.base.reporting import Report, print_table
+from symbiosis.training import Engine
+
+RANK = 16
+STEP_BARS = {(4, 1024): 1.30, (2, 512): 1.5}  # over the products
+MANY_BARS = {(8, 2, 64): 2.0, (64, 1, 128): 2.5}  # over one after another
+ALONE_BAR = 0.9  # tokens per second of 64 runs over those of one with as many tokens
+
+
+def config() -> LoraConfig:
+    return LoraConfig(r=RANK, target_modules=[*ATTENTION, *MLP], task_type="CAUSAL_LM")
+
+
+def batch(rows: int, length: int, vocabulary: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, vocabulary, (rows, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+class Bench:
+    """A model, and what is measured on it."""
+
+    def __init__(self, shape: Shape, device: str, dtype: torch.dtype, steps: int) -> None:
+        self.device, self._dtype, self._steps = device, dtype, steps
+        self.shape, self.model = shape, shape.build(device).to(dtype)
+
+    def median_s(self, step: Callable[[], object]) -> float:
+        for _ in range(2):
+            step()
+        times = []
+        for _ in range(self._steps):
+            synchronize(self.device)
+            began = time.perf_counter()
+            step()
+            synchronize(self.device)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    def products_s(self, rows: int) -> float:
+        weights = [m.weight for m in self.model.modules() if isinstance(m, nn.Linear)]
+        by_width = {n: torch.randn(rows, n, device=self.device, dtype=self._dtype) for w in weights for n in w.shape}
+
+        @torch.no_grad()
+        def step() -> None:
+            for weight in weights:
+                torch.nn.functional.linear(by_width[weight.shape[1]], weight)
+            for weight in weights:
+                by_width[weight.shape[0]] @ weight
+
+        return self.median_s(step)
+
+    def peft_s(self, rows: int, length: int, autocast: bool) -> float:
+        """PEFT as it comes, or as a Trainer's `bf16=True` has it."""
+        model = get_peft_model(self.model, config()).train()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+        given = {name: each.to(self.device) for name, each in batch(rows, length, self.shape.vocabulary).items()}
+
+        def step() -> None:
+            how: AbstractContextManager[object] = (
+                torch.autocast(self.device, torch.bfloat16) if autocast else nullcontext()
+            )
+            with how:
+                loss = model(**given, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        try:
+            return self.median_s(step)
+        finally:
+            self.model = model.unload()  # type: ignore[operator]
+            self.model.eval()
+
+    def engine_s(self, runs: int, rows: int, length: int) -> float:
+        """A step of so many runs that come at the same time."""
+        with Engine(self.model, max_tokens=max(8192, runs * rows * length)) as engine:
+            each = [engine.create(config(), seed=number) for number in range(runs)]
+            given = [batch(rows, length, self.shape.vocabulary) for _ in each]
+
+            def step() -> None:
+                passes = [run.forward_backward(one) for run, one in zip(each, given, strict=True)]
+                for made in [*passes, *[run.step(1e-4) for run in each]]:
+                    made.result()
+
+            return self.median_s(step)
+
+
+def step(bench: Bench, shapes: Sequence[tuple[int, int]], report: Report) -> None:
+    table = []
+    for rows, length in shapes:
+        products, engine = bench.products_s(rows * length), bench.engine_s(1, rows, length)
+        peft = bench.peft_s(rows, length, autocast=bench.device == "cuda")
+        name = f"step_{rows}x{length}"
+        report.figure(f"{name}_products_ms", 1e3 * products)
+        report.figure(f"{name}_engine_ms", 1e3 * engine)
+        report.figure(f"{name}_peft_ms", 1e3 * peft)
+        report.bar(f"{name}_over_products", engine / products, "<=", STEP_BARS.get((rows, length), 10.0))
+        table.append(
+            (
+                f"{rows} x {length}",
+                *(f"{1e3 * each:.1f}" for each in (products, engine, peft)),
+                f"{engine / products:.2f}",
+            )
+        )
+    print_table(("a step of", "products ms", "engine ms", "PEFT ms", "over products"), table)
+
+
+def many(bench: Bench, loads: Sequence[tuple[int, int, int]], report: Report) -> None:
+    table = []
+    for runs, rows, length in loads:
+        together, alone = (
+            bench.engine_s(runs, rows, length),
+            bench.peft_s(rows, length, autocast=bench.device == "cuda"),
+        )
+        one = bench.engine_s(1, runs * rows, length)
+        tokens = runs * rows * length
+        name = f"many_{runs}x{rows}x{length}"
+        report.figure(f"{name}_tokens_per_s", tokens / together)
+        report.bar(
+            f"{name}_over_one_after_another", runs * alone / together, ">=", MANY_BARS.get((runs, rows, length), 1.0)
+        )
+        report.bar(f"{name}_over_one_run", one / together, ">=", ALONE_BAR)
+        cells = (
+            f"{1e3 * together:.1f}",
+            f"{1e3 * alone * runs:.1f}",
+            f"{tokens / together:,.0f}",
+            f"{one / together:.2f}",
+        )
+        table.append((f"{runs} runs of {rows} x {length}", *cells))
+    print_table(("runs", "together ms", "PEFT in turn ms", "tokens/s", "over one run"), table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suites", nargs="*", help="step, many; default: both")
+    parser.add_argument("--quick", action="store_true", help="5 steps of each instead of 20")
+    parser.add_argument("--tiny", action="store_true", help="a small model in float32 on the CPU")
+    given = parser.parse_args()
+    if not given.tiny and not torch.cuda.is_available():
+        parser.error("there is no CUDA device: --tiny measures a small model on the CPU")
+    suites = given.suites or ["step", "many"]
+    if unknown := set(suites) - {"step", "many"}:
+        parser.error(f"there is no {', '.join(unknown)}: the suites are step and many")
+    steps = 5 if given.quick else 20
+    torch.manual_seed(0)
+    if given.tiny:
+        torch.set_num_threads(1)
+        bench = Bench(Shape(2, 256, 688, 4, 1000), "cpu", torch.float32, steps)
+        shapes, loads = [(2, 64)], [(8, 1, 16)]
+    else:
+        bench = Bench(Shape(layers=16), "cuda", torch.bfloat16, steps)
+        shapes, loads = list(STEP_BARS), list(MANY_BARS)
+    report = Report("bench_train")
+    if "step" in suites:
+        step(bench, shapes, report)
+    if "many" in suites:
+        many(bench, loads, report)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The engine that trains, on a GPU: as PEFT alone, over its own weights and over those of an executor."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from symbiosis.training import Engine
+from tests.conftest import tiny_llama
+from tests.gpu.test_gpu_mapped import Served
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **options})
+
+
+CONFIGS = {"LoRA": lora, "dropout": lambda: lora(lora_dropout=0.2), "DoRA": lambda: lora(use_dora=True)}
+
+
+def batch(seed: int, rows: int, length: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, 100, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def alone(config: LoraConfig, seed: int, given: dict[str, Tensor], dtype: torch.dtype) -> tuple[float, list[Tensor]]:
+    model = tiny_llama().to("cuda", dtype)
+    torch.manual_seed(seed)
+    model = get_peft_model(model, config).train()  # type: ignore[arg-type]
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        loss = model(**{name: each.cuda() for name, each in given.items()}).loss
+    loss.backward()
+    return loss.item(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def off(found: list[Tensor], expected: list[Tensor]) -> float:
+    largest = max(float(each.abs().max()) for each in expected)
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / largest
+
+
+@pytest.mark.parametrize("over", ["its own weights", "an executor"])
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)], ids=["float32", "bfloat16"]
+)
+def test_runs_are_as_alone(over: str, dtype: torch.dtype, most: float, processes: Any, tmp_path: Path) -> None:
+    if over == "an executor":
+        if dtype != torch.float32:
+            pytest.skip("the executor of these tests holds float32")
+        given: Any = Served(processes, tmp_path).endpoint
+    else:
+        given = tiny_llama().to("cuda", dtype)
+    batches = [batch(number, 1 + number, 7 + number) for number in range(3)]
+    with Engine(given) as engine:
+        runs = [engine.create(config(), seed=number) for number, config in enumerate(CONFIGS.values())]
+        assert all(p.is_cuda for run in runs for p in run.model.parameters() if p.requires_grad)
+        results = [run.forward_backward(one) for run, one in zip(runs, batches, strict=True)]
+        losses = [each.result(120).loss for each in results]
+        found = [[p.grad.clone() for p in run.model.parameters() if p.grad is not None] for run in runs]
+        for run in runs:
+            assert run.step(1e-3).result(120) > 0
+    for number, config in enumerate(CONFIGS.values()):
+        if number == 1:
+            continue  # a GPU's generator draws by launches: its dropout is another one than alone
+        loss, gradients = alone(config(), number, batches[number], dtype)
+        assert losses[number] == pytest.approx(loss, rel=most) and off(found[number], gradients) < most
+
+
+def test_checkpoints_go_on(tmp_path: Path) -> None:
+    with Engine(tiny_llama().cuda()) as engine:
+        run = engine.create(lora(), seed=1)
+        run.forward_backward(batch(1, 2, 9)).result(120)
+        run.step(1e-2).result(120)
+        loaded = engine.load(run.save(tmp_path / "one"))
+        for each in (run, loaded):
+            each.forward_backward(batch(2, 2, 9)).result(120)
+            each.step(1e-2).result(120)
+        pairs = zip(*([p for p in each.model.parameters() if p.requires_grad] for each in (run, loaded)), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_it_is_where_the_executor_is(processes: Any, tmp_path: Path) -> None:
+    with Engine(Served(processes, tmp_path).endpoint) as engine:
+        run = engine.create(lora())
+        assert next(p for p in run.model.parameters() if p.requires_grad).is_cuda
