@@ -11,8 +11,8 @@ from torch import Tensor
 
 from symbiosis.training import Engine
 from tests.conftest import tiny_llama
+from tests.gpu.test_gpu_line import Processes
 from tests.gpu.test_gpu_mapped import Served
-from tests.processes import Processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
