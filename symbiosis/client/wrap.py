@@ -4,8 +4,9 @@ What is replaced is found by name (`places`) and checked by shape, dtype and dig
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ from symbiosis.transport.tensors import DTYPE_NAME
 
 logger = logging.getLogger("symbiosis")
 Model = TypeVar("Model", bound=nn.Module)
+Plan = list[tuple[list[ParameterSite], int]]
 
 DECODES = "_optimize_model_for_decode"  # the method that transformers' `generate` decodes within
 
@@ -109,22 +111,30 @@ def wrap(
 
 
 def attach(
-    model: nn.Module, session: Session, patterns: Sequence[str] | None = None, device: torch.device | None = None
+    model: nn.Module,
+    session: Session,
+    patterns: Sequence[str] | None = None,
+    device: torch.device | None = None,
+    only: Collection[str] | None = None,
 ) -> WrapReport:
     """Plan, check, then change `model` so that `session` computes its served layers.
 
-    `device` is where a model without weights (on meta) will live; there is nothing to check then.
+    `device` is where a model without weights (on meta) will live; there is nothing to check then. Of one that has some weights, `only` names
+    the layers whose weights are the executor's.
     """
     if next(remote_weights(model), None) is not None:
         raise WrapError("this model is wrapped already: symbiosis.unwrap(model) first")
     plan, report = plan_wrap(model, session.manifest, patterns)
+    if only is not None:
+        plan = _without(plan, report, session.manifest, "other weights", lambda layer, _: layer.name in only)
     private = session if isinstance(session, PrivateSession) else None
     if private and session.welcome.is_part:
         raise WrapError(
             f"privacy= and verify= need an executor that holds all layers, and {session.endpoint} is a service whose ranks divide them"
         )
     if private:
-        plan = _without_the_private(model, plan, report, session.manifest)
+        heads = head_names(base_model(model))
+        plan = _without(plan, report, session.manifest, "private", partial(_can_be_masked, heads))
     if not plan:
         raise WrapError(_nothing_matches(session, patterns, report), Code.WRONG_MODEL)
     if device is None:
@@ -154,7 +164,7 @@ def attach(
 
 
 def _hand_over(
-    plan: list[tuple[list[ParameterSite], int]],
+    plan: Plan,
     session: Session,
     private: PrivateSession | None,
     device: torch.device | None,
@@ -168,20 +178,28 @@ def _hand_over(
         replace(places, Handle(session.holder(index), index, layer, is_frozen=frozen), biases, device)
 
 
-def _without_the_private(
-    model: nn.Module, plan: list[tuple[list[ParameterSite], int]], report: WrapReport, manifest: Sequence[Layer]
-) -> list[tuple[list[ParameterSite], int]]:
-    """Keep only layers whose rows can be masked: not embeddings and experts, nor a head, whose gradient shows the labels."""
-    heads = head_names(base_model(model))
-    kept = []
+def _without(
+    plan: Plan,
+    report: WrapReport,
+    manifest: Sequence[Layer],
+    reason: str,
+    goes: Callable[[Layer, list[ParameterSite]], bool],
+) -> Plan:
+    """Return the plan without the layers of which `goes` says that they stay, and report those, with the reason."""
+    kept: Plan = []
     for places, index in plan:
         layer = manifest[index]
-        if layer.kind in ("linear", "conv1d") and not any(is_in(place.own_name, heads) for place in places):
+        if goes(layer, places):
             kept.append((places, index))
         else:
             report.wrapped.remove(layer.name)
-            report.kept[layer.name] = "private"
+            report.kept[layer.name] = reason
     return kept
+
+
+def _can_be_masked(heads: set[str], layer: Layer, places: list[ParameterSite]) -> bool:
+    """Whether the rows of a layer can be masked: not those of embeddings and experts, nor of a head, whose gradient shows the labels."""
+    return layer.kind in ("linear", "conv1d") and not any(is_in(place.own_name, heads) for place in places)
 
 
 def _session(endpoint: str | Sequence[str], privacy: Privacy | str | None, verify: bool, **words: Any) -> Session:
