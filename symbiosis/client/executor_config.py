@@ -44,6 +44,8 @@ LABELS = frozenset(("id2label", "label2id"))  # texts that people read
 COUNTED = 1 << 16  # the largest number of anything that a model has several of
 LARGE = ("*vocab*", "*token*", "*_id", "*_ids", "*position*", "*len*", "*size*", "*theta*", "*dim*", "*window*", "*ctx*", "*rate*", "*max*", "*context*", "*base*", "*seed*", "*scale*", "*factor*")  # fmt: skip
 LARGEST = 1 << 31
+# Of the lists of one field: their entries, and these times the sum of what is counted there. transformers repeats some lists so often.
+MOST_ENTRIES, MOST_REPEATED = 1 << 14, 1 << 24
 LONGEST_WORD, DEEPEST = 128, 8  # characters of a word; and so deep may parts lie in parts
 
 
@@ -126,6 +128,7 @@ class _Taken:
                 if name.isidentifier() and not name.startswith("_"):  # else no model computes by it
                     self.left_out.add(full)
                 continue
+            self._must_be_few(name, value, full)
             part = config_class.sub_configs.get(name)
             nested = part is not None or (isinstance(value, dict) and "model_type" in value)
             taken[name] = self._part(part, value, full) if nested else self._value(name, value, full)
@@ -160,6 +163,21 @@ class _Taken:
             self._must_be_a_size(name, value, path)
         return value
 
+    def _must_be_few(self, name: str, value: object, path: str) -> None:
+        """Refuse lists of which transformers could make any number of layers, or of entries of another list."""
+        entries, counted, left = 0, 0, [value]
+        while left:
+            one = left.pop()
+            if isinstance(one, dict) and name not in LABELS:
+                left.extend(one.values())
+            elif isinstance(one, list):
+                entries += len(one)
+                left.extend(one)
+            elif isinstance(one, int) and not _may_be_large(name):
+                counted += abs(one)
+        if entries > MOST_ENTRIES or entries * counted > MOST_REPEATED:
+            raise WrapError(f"{self._where}: {path} has lists of {entries} entries, more than any model has")
+
     def _must_be_a_word(self, value: str, path: str) -> None:
         if len(value) > LONGEST_WORD or not value.isprintable() or any(char in value for char in "/\\:"):
             raise WrapError(
@@ -167,8 +185,13 @@ class _Taken:
             )
 
     def _must_be_a_size(self, name: str, value: int, path: str) -> None:
-        if abs(value) > LARGEST or not any(fnmatchcase(name, pattern) for pattern in LARGE):
+        if abs(value) > LARGEST or not _may_be_large(name):
             raise WrapError(f"{self._where}: {path} is {value:.3g}, more than any model has")
+
+
+def _may_be_large(name: str) -> bool:
+    """Whether a number of this name is a size, a place or a token, and no count of layers."""
+    return any(fnmatchcase(name, pattern) for pattern in LARGE)
 
 
 def _is_plain(config_class: type[PreTrainedConfig], name: str, value: object) -> bool:

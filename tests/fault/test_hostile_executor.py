@@ -603,6 +603,40 @@ def test_what_a_model_is_not_built_by_is_refused(what: str, serve: Callable, no_
     assert peak_bytes() - before < 256 * MIB
 
 
+def neo() -> nn.Module:
+    words = {"vocab_size": 100, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 32}
+    return transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**words, attention_types=[[["global"], 2]]))
+
+
+def swin() -> nn.Module:
+    words = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "window_size": 2}
+    return transformers.SwinModel(transformers.SwinConfig(**words, depths=[1, 1], num_heads=[1, 1]))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        (neo, {"attention_types": [[["global"] * 10_000, 60_000]]}),
+        (neo, {"attention_types": [[["global"], 60_000]] * 10_000}),
+        (swin, {"depths": [60_000] * 10_000}),
+        (swin, {"depths": [1] * 100_000}),
+    ],
+    ids=["a long list, often", "a list, often, often", "many deep stages", "very many stages"],
+)
+def test_lists_that_are_to_be_repeated_are_bounded(
+    model: Callable[[], nn.Module], changes: dict[str, Any], serve: Callable
+) -> None:
+    """transformers made gigabytes of some hundred kilobytes, for a minute or for ever."""
+    built = model().eval()
+    config = json.loads(built.config.to_json_string(use_diff=False))
+    assert symbiosis.from_executor(doctor(serve(built), config_json=json.dumps(config)).endpoint)
+    executor, before = doctor(serve(built), config_json=json.dumps({**config, **changes})), peak_bytes()
+    with pytest.raises(WrapError, match=f"{next(iter(changes))} has lists of .* more than any model has"):
+        symbiosis.from_executor(executor.endpoint)
+    assert peak_bytes() - before < 64 * MIB
+
+
 @pytest.mark.parametrize("content", ["", "[1]", "{", "[" * 100_000, '{"model_type": 3}', '{"model_type": ["llama"]}'])
 def test_a_configuration_that_is_none_is_refused(content: str, serve: Callable) -> None:
     executor = doctor(serve(tiny_llama()), config_json=content)
