@@ -13,6 +13,7 @@ class Most(NamedTuple):
     texts: int  # keys of objects, too
     lists: int  # and objects
     values: int
+    size: int = 1 << 40  # bytes, as it is written
 
     def holds(self, json: bytes) -> bool:
         """Whether JSON stands for no more. Whether it is JSON at all is found later: up to where it is not, this counts what is made of it.
@@ -20,13 +21,13 @@ class Most(NamedTuple):
         >>> Most(texts=2, lists=1, values=1).holds(b'{"a": "b"}'), Most(texts=1, lists=1, values=1).holds(b'{"a": "b"}')
         (True, False)
         """
-        outside = without_texts(json, self.texts)
-        if outside is None:
+        if len(json) > self.size or (outside := without_texts(json, self.texts)) is None:
             return False
         return outside.count(b"[") + outside.count(b"{") <= self.lists and outside.count(b",") < self.values
 
     def __str__(self) -> str:
-        return f"{self.values} values, {self.texts} texts, and {self.lists} lists and objects"
+        size = f"{self.size} bytes, " if self.size < 1 << 40 else ""
+        return f"{size}{self.values} values, {self.texts} texts, and {self.lists} lists and objects"
 
 
 def without_texts(json: bytes, most: int) -> bytes | None:

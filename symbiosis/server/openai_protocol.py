@@ -140,7 +140,7 @@ class ChatBody(Body, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     # HARMLESS
     parallel_tool_calls: bool | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: msgspec.Raw = msgspec.Raw()  # an object, of which nothing is made
     # DEFAULTS
     tools: msgspec.Raw = msgspec.Raw()
     tool_choice: msgspec.Raw = msgspec.Raw()
@@ -165,12 +165,13 @@ class ChatBody(Body, kw_only=True):
 
 MOST_VALUES = 1 << 22
 LITTLE = 1024  # bytes of a field of which anything may be made
+SHORT = 1 << 18  # bytes of fields that hold few short texts, however these are written
 MOST = {  # what fields hold at most: it is counted before anything is made of them
-    "stop": Most(COUNTS["stop"], 1, COUNTS["stop"]),
-    "stop_token_ids": Most(COUNTS["stop_tokens"], 1, COUNTS["stop_tokens"]),
-    "logit_bias": Most(COUNTS["logit_bias"], 1, COUNTS["logit_bias"]),
-    "metadata": Most(2 * COUNTS["metadata"], 1, COUNTS["metadata"]),
-    "chat_template_kwargs": Most(1024, 256, 1024),
+    "stop": Most(COUNTS["stop"], 1, COUNTS["stop"], SHORT),
+    "stop_token_ids": Most(COUNTS["stop_tokens"], 1, COUNTS["stop_tokens"], SHORT),
+    "logit_bias": Most(COUNTS["logit_bias"], 1, COUNTS["logit_bias"], SHORT),
+    "metadata": Most(2 * COUNTS["metadata"], 1, COUNTS["metadata"], SHORT),
+    "chat_template_kwargs": Most(1024, 256, 1024, SHORT),
     "messages": Most(8 * COUNTS["messages"], 4 * COUNTS["messages"], 16 * COUNTS["messages"]),
     "prompt": Most(MOST_PROMPTS, 1 + MOST_PROMPTS, MOST_VALUES),
     "continuation": Most(16, 3 + MOST_PROMPTS, MOST_VALUES),
@@ -310,6 +311,8 @@ def _parts(message: dict[str, Any]) -> int:
 
 
 def _check_chat(body: ChatBody) -> None:
+    if (given := bytes(body.prediction)) not in (b"", b"null") and not given.startswith(b"{"):
+        raise wrong("wrong argument: prediction is an object", "prediction")
     if body.top_logprobs is not None and not body.logprobs:
         raise wrong("top_logprobs go with logprobs=true", "top_logprobs")
     for name in ("max_completion_tokens", "max_tokens"):
