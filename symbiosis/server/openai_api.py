@@ -171,7 +171,8 @@ def _told(front: ServingState, name: str) -> dict[str, Any]:
 async def load_adapter(front: ServingState, request: Request) -> ASGIApp:
     front.administrator(request)
     body = openai_protocol.decoded(LoadBody, await front.bodies.read(request, front.options.max_body_bytes))
-    _check_name(front, body.lora_name)
+    if body.lora_name == front.options.model:
+        raise wrong(IS_THE_BASE.format(body.lora_name), "lora_name")
     path = _within(front, body.lora_path)
     if not body.load_inplace:
         await _check_new(front, body.lora_name)
@@ -190,7 +191,6 @@ async def put_adapter(front: ServingState, request: Request) -> ASGIApp:
     """Add a new version of this name, from the bytes of a safetensors file that has the configuration in its metadata."""
     front.administrator(request)
     name = request.path_params["name"]
-    _check_name(front, name)
     with (
         storing("the server's folder for adapters that are sent", front.uploads),
         NamedTemporaryFile(prefix="symbiosis-adapter-", dir=front.uploads) as file,
@@ -249,12 +249,6 @@ async def shown_page(front: ServingState, request: Request) -> ASGIApp:
 
 def _json(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-def _check_name(front: ServingState, name: str) -> None:
-    """Refuse the base's name before anything is read; the engine would do so afterwards."""
-    if name == front.options.model:
-        raise wrong(IS_THE_BASE.format(name), "lora_name")
 
 
 async def _check_new(front: ServingState, name: str) -> None:

@@ -153,7 +153,7 @@ def test_one_bad_value_is_found_wherever_it_is(dtype: torch.dtype) -> None:
             check_finite([("good", values.to(dtype)), ("empty", values[:0].to(dtype))], "")
             values[at] = bad
             with pytest.raises(AdapterError, match="bad has values that are infinite or not numbers"):
-                check_finite([("bad", values.to(dtype))], "why")
+                check_finite([("bad", values.to(dtype)), ("bad", torch.ones(3))], "why")
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_numbers_are_looked_at_again_only_if_the_files_changed(
     served: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[str] = []
-    monkeypatch.setattr(adapter_files, "_is_finite", lambda tensor: looked.append("at a tensor") or True)
+    monkeypatch.setattr("symbiosis.serving.lora.loader.check_finite", lambda values, why: looked.append(why))
     copies(folder, "b")
     library = AdapterRegistry(
         served, folder.parent, memory=AdapterRegistry(served, folder.parent).get("mine").bytes + FIXED_BYTES

@@ -4,12 +4,11 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -38,6 +37,9 @@ from symbiosis.server.ipc.tenant_threads import TenantThreads
 from symbiosis.serving.engine.engine_stats import EngineStats
 from symbiosis.serving.request import Output, Request
 
+if TYPE_CHECKING:  # it imports torch
+    from symbiosis.serving import Engine
+
 logger = logging.getLogger("symbiosis")
 tracebacks = Tracebacks()
 
@@ -52,24 +54,10 @@ METHODS: dict[str, Any] = {
 MAY_WAIT = ("add", "remove")  # ... and which of them wait until an adapter is read
 
 
-class Serves(Protocol):
-    """What the link needs of an engine, besides METHODS."""
-
-    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
-    def cancel(self, id: int) -> None: ...
-    def stop(self, id: int, completion: int = 0) -> None: ...
-    def on_pause(self, call: Callable[[], None]) -> None: ...
-    @property
-    def step_s(self) -> float: ...
-    @property
-    def room(self) -> tuple[int, int]: ...
-    def has_loaded(self, name: str) -> bool: ...
-
-
 class EngineServer:
     """Serves one process at the other end of `connection` until it hangs up. What that process has asked for and not got is cancelled then."""
 
-    def __init__(self, engine: Serves, connection: socket.socket, welcome: EngineReady) -> None:
+    def __init__(self, engine: "Engine", connection: socket.socket, welcome: EngineReady) -> None:
         self._engine, self._connection = engine, connection
         self._unsent: SimpleQueue[FromEngine | None] = SimpleQueue()
         self._told: list[Output] = []  # of the present step

@@ -33,7 +33,7 @@ LITTLE = 64 << 20  # bytes, which the host has to be asked for: where these cann
 
 
 class Loop:
-    """Does what `begin`, `cancel` and `ask` tell it, which any thread may call.
+    """Does what `begin` and `ask` tell it, which any thread may call.
 
     With `ahead`, a step is launched while the one before runs: the device has the tokens that are to come next, and what the host does for
     each token hides behind the device's work. A sequence that turns out to have ended has computed a row in vain.
@@ -85,12 +85,6 @@ class Loop:
             self._under_way.add(id)
             self._coming[id] = job.sequences[0].uncomputed
             self._begun += len(job.sequences)
-
-    def cancel(self, request: int) -> None:
-        self.ask(self._end, request, Finish.CANCELLED, is_end=True)
-
-    def stop(self, request: int, completion: int) -> None:
-        self.ask(self._stop, request, completion, is_end=True)
 
     def ask(self, do: Callable[..., None], *arguments: Any, is_end: bool = False) -> None:
         """Call `do` between two steps, in the engine's thread. This does not wait for it. Raises `ConfigError` if the engine is closed, unless
@@ -163,7 +157,7 @@ class Loop:
     def _step(self, now: float) -> None:
         """Schedule, run, choose and tell. What runs `ahead` is told of while the next step runs."""
         for sequence in self._scheduler.late(now):
-            self._end(sequence.request.id, Finish.ABORTED)
+            self.end(sequence.request.id, Finish.ABORTED)
         try:
             step = self._scheduler.next_step(now, is_ahead=self._launched is not None)
         except Unsettled:
@@ -219,7 +213,7 @@ class Loop:
                     logger.warning("a request ends: %s", told, exc_info=trace)
                 self.is_starved = self.is_starved or not _has_memory(self._served.device)
                 self._suspects.add(sequence.version)
-                self._end(sequence.request.id, Finish.ERROR, told)
+                self.end(sequence.request.id, Finish.ERROR, told)
         return None
 
     def _gives_way(self, step: SchedulerOutput) -> bool:
@@ -236,7 +230,8 @@ class Loop:
         scores = any(segment.sequence.scores_prompt for segment in step.segments)
         logits = _scored(self._served, self.jobs, step) if scores else self._served.forward(step)
         sequences = [segment.sequence for segment in step.segments if segment.chooses]
-        allowed, unknown = self._allowed(step, sequences)
+        is_guided = any(sequence.request.sampling.schema is not None for sequence in sequences)
+        allowed, unknown = self._allowed(step, sequences) if is_guided else ({}, set())
         if unknown:
             step = step.without(unknown)
             kept = [row for row, sequence in enumerate(sequences) if sequence not in unknown]
@@ -264,7 +259,7 @@ class Loop:
         job, sampling, figures, finish = self.jobs[sequence.request.id], sequence.request.sampling, self.figures, None
         if token is None:
             message = "the model's numbers are not finite, or nothing that the schema allows can come"
-            self._end(job.request.id, Finish.ERROR, job.failure or message)
+            self.end(job.request.id, Finish.ERROR, job.failure or message)
             return
         if not sequence.told_at and sequence.is_first:
             figures.queue_s.observe(sequence.began - sequence.arrived)
@@ -281,7 +276,7 @@ class Loop:
         if job.grammars and token.id not in self._served.ends:
             self.following.take(job, sequence.completion, token.id)
             if job.failure:
-                self._end(job.request.id, Finish.ERROR, job.failure)
+                self.end(job.request.id, Finish.ERROR, job.failure)
                 return
         is_last = token.id in sampling.stop_tokens or (token.id in self._served.ends and not sampling.ignore_eos)
         if is_last or (job.grammars and job.grammars[sequence.completion].has_ended):
@@ -291,7 +286,7 @@ class Loop:
         if finish is not None:
             self._finish(job, sequence, (token,), finish)
         elif not job.tell(sequence.completion, (token,)):
-            self._end(job.request.id, None)
+            self.end(job.request.id, None)
 
     def _finish(self, job: RequestState, sequence: Sequence, tokens: tuple[Token, ...], finish: Finish) -> None:
         """End one completion, whose text is whole."""
@@ -301,9 +296,9 @@ class Loop:
         if all(each.has_ended for each in job.sequences):
             self._forget(job)
         if not job.tell(sequence.completion, tokens, finish):
-            self._end(job.request.id, None)
+            self.end(job.request.id, None)
 
-    def _end(self, request: int, finish: Finish | None, error: str | None = None) -> None:
+    def end(self, request: int, finish: Finish | None, error: str | None = None) -> None:
         """End all completions of a request that have not ended. Without `finish` it is not told."""
         if (job := self.jobs.get(request)) is None:
             return
@@ -315,7 +310,7 @@ class Loop:
             if finish is not None and not job.tell(sequence.completion, finish=finish, error=error):
                 finish = None
 
-    def _stop(self, request: int, completion: int) -> None:
+    def stop(self, request: int, completion: int) -> None:
         """End one completion, if it has told a token and has not ended."""
         job = self.jobs.get(request)
         for sequence in job.sequences if job is not None else ():
@@ -335,7 +330,7 @@ class Loop:
 
     def _end_all(self, finish: Finish, error: str | None = None) -> None:
         for request in list(self.jobs):
-            self._end(request, finish, error)
+            self.end(request, finish, error)
 
     def _count_prompt(self, job: RequestState, sequence: Sequence) -> None:
         if sequence.is_first:

@@ -28,7 +28,7 @@ from symbiosis.serving.lora.adapter_files import MOST_TENSOR_BYTES
 from symbiosis.serving.lora.adapter_kinds import LoadedAdapter
 from symbiosis.serving.lora.registry import AdapterRegistry, Looked
 from symbiosis.serving.lora.target_layers import TargetLayers
-from symbiosis.serving.request import Output, Request
+from symbiosis.serving.request import Finish, Output, Request
 from symbiosis.serving.runner.dense_runner import make_ready
 from symbiosis.serving.runner.model_runner import ModelRunner, bytes_of
 from symbiosis.serving.sampling.grammar import Grammar, Grammars
@@ -168,12 +168,12 @@ class Engine:
 
     def cancel(self, id: int) -> None:
         """End a request. Its memory is free before the next step, or soon after if very much was asked at once. A request that has ended already is no error."""
-        self._loop.cancel(id)
+        self._loop.ask(self._loop.end, id, Finish.CANCELLED, is_end=True)
 
     def stop(self, id: int, completion: int = 0) -> None:
         """End one completion, whose text has come to a stop string, so that it counts as finished. The others of its request go on. Nothing
         happens to one that has told no token yet, which cannot have come to one, or that has ended already."""
-        self._loop.stop(id, completion)
+        self._loop.ask(self._loop.stop, id, completion, is_end=True)
 
     def add(self, name: str, source: Any) -> Adapter:
         """Add an adapter that PEFT has saved in a folder, one in a file as `publish` sends it, or its weights. It replaces one of the same name; requests under way keep the old one."""

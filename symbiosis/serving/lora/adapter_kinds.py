@@ -333,7 +333,8 @@ def _dora_gain(
     if isinstance(weight, RemoteWeight):
         mapped = weight.handle.session.mapped
         values = None if mapped is None else mapped.weights.get(weight.handle.index)
-        if values is None or not values.is_cpu:
+        is_whole = values is not None and (values.dtype, values.shape) == (weight.dtype, weight.shape)
+        if values is None or not is_whole or not values.is_cpu:
             norms = row_norms(module, a_RK.to(weight.device), b_NR.to(weight.device), scaling, weight.dtype)
             return magnitude.float() / norms.float().cpu()
         weight = values
