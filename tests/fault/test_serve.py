@@ -362,7 +362,7 @@ def test_what_a_killed_server_leaves_behind_the_next_one_removes(own: Command, f
     living = set(folders.rglob("serve-*"))
     assert len(living) == 2
     upload = raw(own, "PUT /v1/adapters/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n.")
-    eventually(lambda: list(folders.rglob("adapter_model.safetensors")))
+    eventually(lambda: list(folders.rglob("symbiosis-adapter-*")))
     os.killpg(own.process.pid, signal.SIGKILL)
     own.process.wait(60)
     upload.close()
@@ -372,7 +372,7 @@ def test_what_a_killed_server_leaves_behind_the_next_one_removes(own: Command, f
         eventually(lambda: any("'broken' has no adapter_config.json" in line for line in second.errors))
         left = {path for path in folders.rglob("*") if not path.is_dir() or path.name.startswith("serve-")}
         assert not left & living and len([path for path in left if path.is_dir()]) == 2
-        assert not list(folders.rglob("adapter_model.safetensors"))
+        assert not list(folders.rglob("symbiosis-adapter-*"))
         assert second.end() == 0
         assert {path for path in folders.rglob("*") if not path.is_dir()} == set()
     finally:
