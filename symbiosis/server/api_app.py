@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -15,7 +16,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from symbiosis import __version__
 from symbiosis.base.hosts import Hosts
+from symbiosis.build import build
+from symbiosis.server import page
 from symbiosis.server.api_errors import ApiError, failed, wrong
 from symbiosis.server.api_keys import Keys, Tenant
 from symbiosis.server.bodies import Bodies, until_hung_up
@@ -67,9 +71,10 @@ class ApiState:
         return tenant
 
     def administrator(self, request: Request) -> None:
-        """Raise `ApiError` unless whoever sends this request may change what belongs to everybody."""
-        self.tenant(request)
-        self.keys.administrator(request.headers.get("authorization"))
+        """Raise `ApiError` unless whoever sends this request may add, replace and remove adapters, which belong to everybody."""
+        if not self.tenant(request).may_change_adapters:
+            message = "this key may not change adapters: `admin` in its line of the server's keys allows it"
+            raise ApiError(403, message, code="forbidden", reason="not_administrator")
 
     async def made(self, request: Request, tenant: Tenant, size: int, choices: int, make: Callable[[], Made]) -> Made:
         """Return what `make` makes of a body of so many bytes and choices. Of a large one it is made in a thread, so that nobody waits for it,
@@ -97,7 +102,7 @@ class Api:
     def __init__(
         self, state: State, table: Iterable[tuple[str, str, Callable[[State, Request], Awaitable[ASGIApp]]]], secret: str = ""
     ) -> None:  # fmt: skip
-        self._hosts, self._observer, self._secret = state.hosts, state.observer, secret
+        self._hosts, self._observer, self._secret = state.hosts, state.observer, secret.encode()
         routes = [Route(path, partial(handler, state), methods=[method]) for method, path, handler in table]
         handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path, Exception: _failed}
         self._app = Starlette(routes=routes, exception_handlers=handlers)
@@ -120,7 +125,11 @@ class Api:
 
         if unknown := [each for each in headers.getlist("host") if not self._hosts.has(each)]:
             app = wrong(UNKNOWN_HOST.format(unknown[0][:100]), "host", reason="unknown_host").response()
-        elif self._secret and scope["path"] not in OPEN and not self._is_shown(headers):
+        elif (
+            self._secret
+            and scope["path"] not in OPEN
+            and not hmac.compare_digest(headers.get(SECRET_HEADER, "").encode(), self._secret)
+        ):
             app = ApiError(403, FOR_FRONT_ENDS, code="forbidden", reason="not_a_front_end").response()
         try:
             await app(scope, receive, told)
@@ -128,9 +137,17 @@ class Api:
             path = self._paths.get(scope.get("endpoint"), "other")
             observer.end(record, path, span, client=(scope.get("client") or [""])[0])
 
-    def _is_shown(self, headers: Headers) -> bool:
-        """Whether the secret is shown."""
-        return hmac.compare_digest(headers.get(SECRET_HEADER, "").encode(), self._secret.encode())
+
+def json_response(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def version(state: ApiState, request: Request) -> ASGIApp:
+    return json_response({"version": __version__, "build": build()})
+
+
+async def shown_page(state: ApiState, request: Request) -> ASGIApp:
+    return page.response()
 
 
 def is_of_another_site(headers: Headers) -> bool:

@@ -139,16 +139,6 @@ class Keys:
             self._still_old.add(tenant.old_digest)
             logger.info("%s still uses its old API key", tenant.name)
 
-    def administrator(self, authorization: str | None) -> None:
-        """Raise `ApiError` unless this key may add, replace and remove adapters, which belong to everybody."""
-        if not self.tenant(authorization).may_change_adapters:
-            raise ApiError(
-                403,
-                "this key may not change adapters: `admin` in its line of the server's keys allows it",
-                code="forbidden",
-                reason="not_administrator",
-            )
-
     def _look(self) -> None:
         """Read the file again if it has changed. If it is wrong now, that is logged, and the keys stay as they were."""
         if self._file is None or self.clock() - self._looked < LOOK_EVERY_S:

@@ -53,9 +53,11 @@ class Lease:
 
     def take(self, more: int) -> bool:
         """Take so much more, if the tenant may."""
-        if may := self.room.has(self.tenant, more):
-            self.keep(more)
-        return may
+        if not self.room.has(self.tenant, more):
+            return False
+        self.room.take(self.tenant, more)
+        self.size += more
+        return True
 
     def keep(self, more: int) -> None:
         """Take so much more in any case."""
@@ -68,4 +70,5 @@ class Lease:
 
     def end(self) -> None:
         """Give everything back. It may be called again."""
-        self.give_back(self.size)
+        self.room.give_back(self.tenant, self.size)
+        self.size = 0

@@ -1,6 +1,6 @@
 """Figures for Prometheus. Where vLLM has the same figure, the name is vLLM's, with `symbiosis_serve_` for its `vllm:`."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,6 +12,7 @@ from symbiosis.executor.observe.process_figures import children, command_of, pro
 from symbiosis.server.observer import Observer, Series
 from symbiosis.serving.engine.engine_stats import EngineStats, Histogram
 
+Labelled = tuple[str, str, list[str], Mapping[Any, float]]
 PREFIX = "symbiosis_serve_"
 GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Completions in the batch.", lambda f: f.running),
@@ -62,28 +63,29 @@ class Collected(Collector):
             family = HistogramMetricFamily(PREFIX + name, help)
             _add(family, [], of(figures))
             yield family
-        finished = CounterMetricFamily(
-            PREFIX + "request_success", "Completions, by why they ended.", labels=["finished_reason"]
-        )
-        for reason, count in figures.finished.items():
-            finished.add_metric([reason], count)
-        yield finished
+        finished = ("request_success", "Completions, by why they ended.", ["finished_reason"], figures.finished)
+        yield from families(CounterMetricFamily, PREFIX, [finished])
         yield from observed(PREFIX, self._observer)
         yield from process_figures(dict(_others(self._engine)) if self._engine else {})
 
 
+def families(kind: Any, prefix: str, several: Iterable[Labelled]) -> Iterator[Metric]:
+    """Yield a family for each of several: its name, its help, its labels, and its values by those."""
+    for name, help, labels, values in several:
+        family = kind(prefix + name, help, labels=labels)
+        for key, value in values.items():
+            family.add_metric([*map(str, key if isinstance(key, tuple) else (key,))], value)
+        yield family
+
+
 def observed(prefix: str, observer: Observer) -> Iterable[Metric]:
     """Yield what is counted of the requests of a process: a server's or a front end's."""
-    counted: list[tuple[str, str, list[str], dict[Any, int]]] = [
+    counted: list[Labelled] = [
         ("http_requests", "Answers of HTTP.", ["path", "status"], observer.answered),
         ("refused_requests", "Requests that were refused or failed.", ["reason", "status", "tenant"], observer.refused),
-        ("unwritten_log_lines", "Lines of logs that could not be written.", ["log"], {(log,): n for log, n in unwritten.items()}),
+        ("unwritten_log_lines", "Lines of logs that could not be written.", ["log"], unwritten),
     ]  # fmt: skip
-    for name, help, labels, counts in counted:
-        family = CounterMetricFamily(prefix + name, help, labels=labels)
-        for values, count in counts.items():
-            family.add_metric([*map(str, values)], count)
-        yield family
+    yield from families(CounterMetricFamily, prefix, counted)
     for kind, labels, labelled in (
         ("tenant", ["tenant"], observer.tenants),
         ("adapter", ["model", "adapter"], observer.adapters),

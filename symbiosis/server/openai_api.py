@@ -11,10 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from symbiosis import __version__
 from symbiosis.build import build
-from symbiosis.server import openai_protocol, page
-from symbiosis.server.api_app import Api
+from symbiosis.server import api_app, openai_protocol, page
+from symbiosis.server.api_app import Api, json_response
 from symbiosis.server.api_errors import ApiError, storing, unknown_model, wrong
 from symbiosis.server.api_keys import Admission
 from symbiosis.server.generation import Generation
@@ -53,10 +52,10 @@ def make_app(front: ServingState) -> ASGIApp:
         ("PUT", "/v1/adapters/{name:path}", put_adapter),
         ("DELETE", "/v1/adapters/{name:path}", delete_adapter),
         ("GET", "/health", health),
-        ("GET", "/version", version),
+        ("GET", "/version", api_app.version),
         ("GET", "/metrics", told_metrics),
         ("GET", "/figures", figures),
-        ("GET", "/", shown_page),
+        ("GET", "/", api_app.shown_page),
     ]
     return Api(front, table, front.remote.welcome.secret)
 
@@ -90,9 +89,10 @@ def _completion(
         both = zip(given, prompts, strict=True)
         echoes = [each if isinstance(each, str) else front.tokenizer.decode(prompt) for each, prompt in both]
     skips = body.skip_special_tokens is not False
-    words = CompletionWords(body.model, front.tokenizer, body.logprobs is not None, echoes, prompts, body.n, skips)
-    if body.continuation is not None:
-        words.go_on(body.continuation)
+    before, has_logprobs = body.continuation, body.logprobs is not None
+    words = CompletionWords(body.model, front.tokenizer, has_logprobs, echoes, prompts, body.n, skips, before=before)
+    if before is not None and before.tokens:
+        words.go_on(before)
     return words, generation
 
 
@@ -112,9 +112,7 @@ def _chat(front: ServingState, admission: Admission, body: openai_protocol.ChatB
     most = front.tokens_for(prompts, body.wanted, None, "max_completion_tokens")
     tops = (body.top_logprobs or 0) if body.logprobs else None
     sampling = openai_protocol.sampling_of(body, most, tops)
-    words = ChatWords(body.model, front.tokenizer, bool(body.logprobs))
-    if body.continuation is not None:
-        words.go_on(body.continuation)
+    words = ChatWords(body.model, front.tokenizer, bool(body.logprobs), before=body.continuation)
     return words, front.generation(admission, body, prompts, sampling, body.wanted is None)
 
 
@@ -122,25 +120,24 @@ def _reply(
     front: ServingState, admission: Admission, body: openai_protocol.Body, words: Words, generation: Generation
 ) -> ASGIApp:
     """Begin a generation, and return the answer, which ends it and what it was admitted with."""
-    if generation.prompt_logprobs:
-        front.hold(generation.prompt_logprobs, admission)
-    admission.reserve(generation.prompt_tokens + generation.completion_tokens + generation.most_tokens)
     if words.logprobs:
-        front.hold_as_they_come(generation, admission)
+        front.hold(generation, admission)
+    admission.reserve(generation.prompt_tokens + generation.completion_tokens + generation.most_tokens)
     generation.begin()
     return LongReply(generation, words, body, admission.end)
 
 
 async def models(front: ServingState, request: Request) -> ASGIApp:
     front.tenant(request)
-    return _json({"object": "list", "data": await _models(front)})
+    adapters = [_adapter(front, name) for name in await front.remote.ask(list[str], "adapter_names")]
+    return json_response({"object": "list", "data": [_base(front), *adapters]})
 
 
 async def model(front: ServingState, request: Request) -> ASGIApp:
     front.tenant(request)
     name = request.path_params["name"]
     if name == front.options.model:
-        return _json(_base(front))
+        return json_response(_base(front))
     try:
         await front.remote.ask(type(None), "check_adapter", name)
     except ApiError as error:
@@ -149,11 +146,7 @@ async def model(front: ServingState, request: Request) -> ASGIApp:
         is_refused = error.status == HTTPStatus.BAD_REQUEST
         not_found = ApiError(HTTPStatus.NOT_FOUND, str(error), "model", "model_not_found", reason="no_such_model")
         raise not_found if is_refused else error from None
-    return _json(_adapter(front, name))
-
-
-async def _models(front: ServingState) -> list[dict[str, Any]]:
-    return [_base(front), *(_adapter(front, name) for name in await front.remote.ask(list[str], "adapter_names"))]
+    return json_response(_adapter(front, name))
 
 
 def _base(front: ServingState) -> dict[str, Any]:
@@ -197,7 +190,7 @@ async def put_adapter(front: ServingState, request: Request) -> ASGIApp:
     ):
         await front.bodies.read(request, front.options.max_adapter_bytes, file)
         file.flush()
-        return _json(await front.remote.ask(AdapterInfo, "add", name, file.name))
+        return json_response(await front.remote.ask(AdapterInfo, "add", name, file.name))
 
 
 async def delete_adapter(front: ServingState, request: Request) -> ASGIApp:
@@ -219,11 +212,7 @@ async def health(front: ServingState, request: Request) -> ASGIApp:
     }
     if remote.tokens:
         told |= {"room": remote.room, "tokens": remote.tokens, "longest": remote.welcome.longest}
-    return _json(told, 200 if state == "serving" else 503)
-
-
-async def version(front: ServingState, request: Request) -> ASGIApp:
-    return _json({"version": __version__, "build": build()})
+    return json_response(told, 200 if state == "serving" else 503)
 
 
 async def told_metrics(front: ServingState, request: Request) -> ASGIApp:
@@ -240,15 +229,7 @@ async def figures(front: ServingState, request: Request) -> ASGIApp:
     template = getattr(front.tokenizer, "chat_template", None)
     kind = page.kind_of(front.options.folder, template)
     told = {"model": front.options.model, "chat": template is not None, "kind": kind}
-    return _json({**told, "figures": found, "adapters": adapters})
-
-
-async def shown_page(front: ServingState, request: Request) -> ASGIApp:
-    return page.response()
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return json_response({**told, "figures": found, "adapters": adapters})
 
 
 async def _check_new(front: ServingState, name: str) -> None:

@@ -32,11 +32,7 @@ class Words:
     model: str
     tokenizer: Any
     logprobs: bool
-    before: Continuation | None = field(default=None, init=False)
-
-    def go_on(self, before: Continuation) -> None:
-        """Go on with an answer that another server has begun."""
-        self.before = before
+    before: Continuation | None = field(default=None, kw_only=True)  # what another server has told of it
 
     def head(self, kind: str) -> bytes:
         """Return how an answer begins, or each of its chunks.
@@ -132,7 +128,7 @@ class CompletionWords(Words):
     _begun: set[int] = field(default_factory=set, init=False)  # completions whose prompt was shown
 
     def go_on(self, before: Continuation) -> None:
-        super().go_on(before)
+        """Go on where another server has stopped."""
         ended = frozenset(before.ended)
         for index, tokens in enumerate(before.tokens):
             if tokens or index in ended:

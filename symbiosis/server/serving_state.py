@@ -128,24 +128,18 @@ class ServingState(ApiState):
         if under_way + prompts > self.options.max_requests:
             raise busy(f"{under_way} requests are under way", "overloaded")
 
-    def hold(self, prompt_logprobs: int, admission: Admission) -> None:
-        """Keep room for so many log probabilities of prompts until the admission ends. Raises `ApiError` if there is none."""
-        if prompt_logprobs > (most := self._prompt_logprobs.alone):
-            raise wrong(
-                f"at most {most} log probabilities of prompts, and this would be {prompt_logprobs}: send fewer prompts at once, "
-                "or ask for fewer of each token",
-                "prompt",
-            )
+    def hold(self, generation: Generation, admission: Admission) -> None:
+        """Keep room for log probabilities until the admission ends: at once for those of prompts, and for those of tokens as they come, until
+        they are read. Without room the generation fails. Raises `ApiError` if there is none for the prompts."""
+        more, most = generation.prompt_logprobs, self._prompt_logprobs.alone
+        if more > most:
+            message = f"at most {most} log probabilities of prompts, and this would be {more}: send fewer prompts at once, or ask for fewer of each token"
+            raise wrong(message, "prompt")
         held = Lease(self._prompt_logprobs, admission.tenant.name)
-        if not held.take(prompt_logprobs):
+        if more and not held.take(more):
             raise busy("log probabilities of other prompts are under way", "share_of_key")
-        admission.at_end.append(held.end)
-
-    def hold_as_they_come(self, generation: Generation, admission: Admission) -> None:
-        """Have a generation keep room for the log probabilities of its tokens, until they are read or the admission ends; without room it
-        fails."""
         generation.held = Lease(self._logprobs, admission.tenant.name)
-        admission.at_end.append(generation.held.end)
+        admission.at_end += [held.end, generation.held.end]
 
     def tokens_for(self, prompts: list[tuple[int, ...]], wanted: int | None, default: int | None, name: str) -> int:
         """Return how many tokens a completion may have: `wanted` if they fit, else it is an error; by default as many as fit. (The engine
@@ -153,13 +147,10 @@ class ServingState(ApiState):
         longest, length = self.remote.welcome.longest, max(map(len, prompts))
         left = longest - length
         if left < (0 if wanted == 0 else 1) or (wanted or 0) > left:
-            raise wrong(
-                f"the model takes {longest} tokens, and this would be {length} of the prompt and {wanted or 1} more: "
-                f"shorten the prompt, or {name}",
-                "messages" if name == "max_completion_tokens" else "prompt",
-                "context_length_exceeded",
-                reason="too_long",
-            )
+            size = f"{length} of the prompt and {wanted or 1} more"
+            message = f"the model takes {longest} tokens, and this would be {size}: shorten the prompt, or {name}"
+            param = "messages" if name == "max_completion_tokens" else "prompt"
+            raise wrong(message, param, "context_length_exceeded", "too_long")
         fits = max(1, self.remote.welcome.most_tokens - length)
         return min(fits, default or fits) if wanted is None else wanted
 
@@ -177,23 +168,18 @@ class ServingState(ApiState):
         if not model or len(model) > 256:
             raise unknown_model(model, [self.options.model])
         record.model, record.adapter, record.sampling = self.options.model, body.model, sampling
+        if before is not None and not before.tokens and not before.ended:
+            before = None  # nothing of it has been told
         ended = before.ended_of(body.n) if before else {}
+        adapter = None if model == self.options.model else model
         requests = [
             Request(
-                id=next(self.remote.ids),
-                prompt=prompt,
-                sampling=sampling,
-                adapter=None if model == self.options.model else model,
-                tenant=admission.tenant.name,
-                completions=body.n,
-                prompt_logprobs=prompt_logprobs,
-                may_be_shorter=may_be_shorter,
-                chosen=before.chosen(number, body.n) if before else (),
-                ended=ended.get(number, ()),
-                external_id=record.id,
+                id=next(self.remote.ids), prompt=prompt, sampling=sampling, adapter=adapter, tenant=admission.tenant.name,
+                completions=body.n, prompt_logprobs=prompt_logprobs, may_be_shorter=may_be_shorter,
+                chosen=before.chosen(number, body.n) if before else (), ended=ended.get(number, ()), external_id=record.id,
             )
             for number, prompt in enumerate(prompts)
-        ]
+        ]  # fmt: skip
         if before is not None:  # text is made of its tokens before the engine has seen them
             try:
                 for request in [each for each in requests if each.under_way]:
@@ -218,9 +204,7 @@ def _check_continuation(before: Continuation, completions: int, longest: int) ->
         raise too_long(longest, "those of the continuation", "continuation")
     ended = set(before.ended)
     if len(ended) < len(before.ended) or not all(0 <= choice < completions for choice in ended):
-        raise wrong(
-            f"continuation: ended names choices, each once, which are numbered from 0 to {completions - 1}",
-            "continuation",
-        )
+        message = f"continuation: ended names choices, each once, which are numbered from 0 to {completions - 1}"
+        raise wrong(message, "continuation")
     if not (0 <= before.created < MANY**2 and 0 <= before.opened < MANY):
         raise wrong("continuation: created and opened are numbers that a stream has told", "continuation")

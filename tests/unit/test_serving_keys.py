@@ -222,12 +222,12 @@ def test_an_old_key_lets_in_beside_the_new_one_until_it_expires(file: Path, capl
 def test_only_administrators_change_adapters(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     write_secret(file, "alice secret-of-alice admin\nbob secret-of-bob requests=4\n")
-    keys = Keys(file)
-    keys.administrator("Bearer secret-of-alice")
+    state = ApiState(str(file))
+    state.administrator(sent(authorization="Bearer secret-of-alice"))
     with pytest.raises(ApiError, match="may not change adapters") as refused:
-        keys.administrator("Bearer secret-of-bob")
+        state.administrator(sent(authorization="Bearer secret-of-bob"))
     assert refused.value.status == 403
-    Keys(None).administrator(None)
+    ApiState(None).administrator(sent())
 
 
 NO_FILES = {

@@ -76,13 +76,11 @@ async def _try(view: ServerRegistry, model: str, name: str, headers: dict[str, s
     for seen in view.seen.values():
         if seen.member.model == model and seen.state is State.READY:
             with suppress(Lost):
-                answer = await Upstream.ask(seen.member.url, "POST", "/v1/completions", headers, body)
-                await answer.head()
-                told = await answer.whole()
-                if answer.status in (400, 500):  # the adapter is at fault
+                status, told = await Upstream.fetch(seen.member.url, "/v1/completions", headers, body, "POST")
+                if status in (400, 500):  # the adapter is at fault
                     raise wrong(_message(told))
-                if answer.status != 200:
-                    raise ApiError(answer.status, _message(told))
+                if status != 200:
+                    raise ApiError(status, _message(told))
                 return
     raise ApiError(503, f"no server of {model} is ready to try it: send it later", retry_s=5.0, reason="no_server")
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from symbiosis import __version__
-from symbiosis.build import build
 from symbiosis.cluster.placement import RoutingRequest, State, version_of
 from symbiosis.cluster.router import adapter_uploads
 from symbiosis.cluster.router.cluster_page import ClusterPage
@@ -26,12 +23,12 @@ from symbiosis.cluster.router.scrape_targets import METRICS, metrics_of, targets
 from symbiosis.cluster.router.server_registry import ServerRegistry, answer_of
 from symbiosis.cluster.router.upstream import Lost
 from symbiosis.executor.observe.process_figures import process_figures
-from symbiosis.server import page
-from symbiosis.server.api_app import Api, ApiState
+from symbiosis.server import api_app
+from symbiosis.server.api_app import Api, ApiState, json_response
 from symbiosis.server.api_errors import ApiError, busy, storing, unknown_model, wrong
 from symbiosis.server.api_keys import Tenant
 from symbiosis.server.fair_share import FairShare, Lease
-from symbiosis.server.metrics import observed
+from symbiosis.server.metrics import Labelled, families, observed
 from symbiosis.server.request_record import this_request
 from symbiosis.server.tracing import Tracing
 from symbiosis.server.uploads import received
@@ -135,10 +132,10 @@ def make_app(front: RouterState) -> ASGIApp:
         ("GET", "/cluster", cluster),
         ("GET", "/cluster/targets", told_targets),
         ("GET", f"{METRICS}/{{name}}", relayed_metrics),
-        ("GET", "/version", version),
+        ("GET", "/version", api_app.version),
         ("GET", "/metrics", metrics),
         ("GET", "/figures", figures),
-        ("GET", "/", shown_page),
+        ("GET", "/", api_app.shown_page),
     ]
     return Api(front, table)
 
@@ -157,14 +154,14 @@ async def completion(front: RouterState, request: Request) -> ASGIApp:
 
 
 async def models(front: RouterState, request: Request) -> ASGIApp:
-    return _json({"object": "list", "data": await _models(front, request)})
+    return json_response({"object": "list", "data": await _models(front, request)})
 
 
 async def one_model(front: RouterState, request: Request) -> ASGIApp:
     name = request.path_params["name"]
     for each in await _models(front, request):
         if each["id"] == name:
-            return _json(each)
+            return json_response(each)
     raise unknown_model(name, front.view.told.names)
 
 
@@ -213,7 +210,7 @@ async def put_adapter(front: RouterState, request: Request) -> ASGIApp:
         except BaseException:
             shutil.rmtree(sent, ignore_errors=True)
             raise
-    return _json({"name": name})
+    return json_response({"name": name})
 
 
 async def delete_adapter(front: RouterState, request: Request) -> ASGIApp:
@@ -248,20 +245,22 @@ async def health(front: RouterState, request: Request) -> ASGIApp:
         "ready": [number for number, each in front.view.seen.items() if each.state is State.READY],
         "moved": front.view.moved.total(),
     }
-    return _json(told, 503 if missing else 200)
+    return json_response(told, 503 if missing else 200)
 
 
 async def cluster(front: RouterState, request: Request) -> ASGIApp:
     """Tell of all processes and their load, to whoever may change adapters: it is about all tenants."""
     front.administrator(request)
-    return _json(front.shown.cluster())
+    return json_response(front.shown.cluster())
 
 
 async def told_targets(front: RouterState, request: Request) -> ASGIApp:
     """Tell Prometheus where the figures of all processes are, or, with `?relayed`, that they are here."""
     front.administrator(request)
     front.view.look()
-    return _json(targets(front.view.told, request.headers.get("host") if "relayed" in request.query_params else None))
+    return json_response(
+        targets(front.view.told, request.headers.get("host") if "relayed" in request.query_params else None)
+    )
 
 
 async def relayed_metrics(front: RouterState, request: Request) -> ASGIApp:
@@ -275,15 +274,7 @@ async def relayed_metrics(front: RouterState, request: Request) -> ASGIApp:
 async def figures(front: RouterState, request: Request) -> ASGIApp:
     """Return what the page shows."""
     tenant = front.tenant(request)
-    return _json(await front.shown.figures(_passed_on(request), tenant.may_change_adapters))
-
-
-async def shown_page(front: RouterState, request: Request) -> ASGIApp:
-    return page.response()
-
-
-async def version(front: RouterState, request: Request) -> ASGIApp:
-    return _json({"version": __version__, "build": build()})
+    return json_response(await front.shown.figures(_passed_on(request), tenant.may_change_adapters))
 
 
 async def metrics(front: RouterState, request: Request) -> ASGIApp:
@@ -300,42 +291,24 @@ class _Collected:
         self._front = front
 
     def collect(self) -> list[Metric]:
-        view = self._front.view
-        load = GaugeMetricFamily(PREFIX + "running", "Sequences by server.", labels=["model", "server"])
-        ready = GaugeMetricFamily(PREFIX + "ready", "1 if a server takes requests.", labels=["model", "server"])
-        for seen in view.seen.values():
-            names = [seen.member.model, seen.member.name]
-            load.add_metric(names, seen.told().running)
-            ready.add_metric(names, seen.state is State.READY)
-        members = GaugeMetricFamily(
-            PREFIX + "member_ready", "1 if a process works that is to.", labels=["kind", "model", "member"]
-        )
-        others = GaugeMetricFamily(
-            PREFIX + "other_base",
-            "1 if a process serves another base than its model has.",
-            labels=["kind", "model", "member"],
-        )
-        for member in view.told.members:
-            members.add_metric([member.kind, member.model, member.name], member.state == State.READY)
-            others.add_metric([member.kind, member.model, member.name], member.state == State.OTHER_BASE)
-        waiting = GaugeMetricFamily(PREFIX + "waiting", "Sequences that wait for a server.", labels=["model"])
-        for model, count in view.waiting.items():
-            waiting.add_metric([model], count)
-        moved = CounterMetricFamily(PREFIX + "moved", "Requests that left a server, by why.", labels=["why"])
-        for why, count in view.moved.items():
-            moved.add_metric([why], count)
-        of = {"completions": self._front.observer.completions, "tokens": self._front.observer.tokens}
-        told = [_by_tenant(name, counts) for name, counts in of.items()]
-        told += observed(PREFIX, self._front.observer)
-        return [load, ready, members, others, waiting, moved, *told, *process_figures()]
-
-
-def _by_tenant(name: str, counts: Counter[tuple[str, str]]) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, "By model and tenant.", labels=["model", "tenant"])
-    for labels, count in counts.items():
-        family.add_metric(list(labels), count)
-    return family
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+        view, observer = self._front.view, self._front.observer
+        seen = {(each.member.model, each.member.name): each for each in view.seen.values()}
+        states = {(each.kind, each.model, each.name): each.state for each in view.told.members}
+        of_server, of_member, of_tenant = ["model", "server"], ["kind", "model", "member"], ["model", "tenant"]
+        gauges: list[Labelled] = [
+            ("running", "Sequences by server.", of_server, {key: each.told().running for key, each in seen.items()}),
+            ("ready", "1 if a server takes requests.", of_server, {key: each.state is State.READY for key, each in seen.items()}),
+            ("member_ready", "1 if a process works that is to.", of_member, {key: state == State.READY for key, state in states.items()}),
+            (
+                "other_base", "1 if a process serves another base than its model has.", of_member,
+                {key: state == State.OTHER_BASE for key, state in states.items()},
+            ),
+            ("waiting", "Sequences that wait for a server.", ["model"], view.waiting),
+        ]  # fmt: skip
+        counters: list[Labelled] = [
+            ("moved", "Requests that left a server, by why.", ["why"], view.moved),
+            ("completions", "By model and tenant.", of_tenant, observer.completions),
+            ("tokens", "By model and tenant.", of_tenant, observer.tokens),
+        ]
+        told = [*families(GaugeMetricFamily, PREFIX, gauges), *families(CounterMetricFamily, PREFIX, counters)]
+        return [*told, *observed(PREFIX, observer), *process_figures()]

@@ -37,11 +37,6 @@ async def metrics_of(told: Told, name: str) -> tuple[int, bytes]:
         raise ApiError(404, f"there is no process {name!r:.80} that has figures")
     try:
         async with asyncio.timeout(ANSWER_S):
-            answer = await Upstream.ask(pages, "GET", "/metrics", {})
-            try:
-                await answer.head()
-                return answer.status, await answer.whole()
-            finally:
-                answer.lose("it is read")
+            return await Upstream.fetch(pages, "/metrics")
     except (Lost, TimeoutError):
         raise ApiError(503, f"{name} does not answer") from None

@@ -324,11 +324,8 @@ class ServerRegistry:
 
 async def answer_of(url: str, path: str, headers: dict[str, str] | None = None) -> Any:
     """Return what a server answers to a GET, from JSON."""
-    answer = await Upstream.ask(url, "GET", path, headers or {})
+    _, body = await Upstream.fetch(url, path, headers)
     try:
-        await answer.head()
-        return msgspec.json.decode(await answer.whole())
+        return msgspec.json.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise Lost(f"{url}{path} is no JSON: {error}") from None
-    finally:
-        answer.lose("it is read")

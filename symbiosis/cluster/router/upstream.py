@@ -66,6 +66,18 @@ class Upstream(asyncio.Protocol):
         answer._transport.write(answer._request)
         return answer
 
+    @classmethod
+    async def fetch(
+        cls, url: str, path: str, headers: dict[str, str] | None = None, body: bytes = b"", method: str = "GET"
+    ) -> tuple[int, bytes]:
+        """Return the status and the whole body of an answer."""
+        answer = await cls.ask(url, method, path, headers or {}, body)
+        try:
+            await answer.head()
+            return answer.status, await answer.whole()
+        finally:
+            answer.lose("it is read")
+
     async def _connect(self) -> None:
         parts = urlsplit(self._url)
         try:
