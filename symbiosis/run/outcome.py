@@ -44,7 +44,8 @@ def _end_if_dry(verdict: str, line: str, settings: Settings) -> None:
 
 
 def _say(line: str) -> None:
-    print(f"symbiosis: {line}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"symbiosis: {line}\n")  # at once: threads and processes write there, too
+    sys.stderr.flush()
 
 
 def _short(name: object) -> str:
