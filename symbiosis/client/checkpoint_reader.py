@@ -2,7 +2,6 @@
 known to be the executor's."""
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 from symbiosis.client.known_checkpoints import Made
 
 ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # has transformers read a tensor when it is its turn
-_by_one_thread = threading.Lock()
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -93,10 +91,9 @@ class _Part:
 
 @contextmanager
 def opened(files: Sequence[str], is_needless: Callable[[str], bool]) -> Iterator[CheckpointReader]:
-    """Open safetensors files, and have the loader read in the order of its work, in the block. One thread at a time does."""
+    """Open safetensors files, and have the loader read in the order of its work, in the block."""
+    reader, before = CheckpointReader(is_needless), os.environ.get(ONE_BY_ONE)
     with ExitStack() as stack:
-        stack.enter_context(_by_one_thread)
-        reader, before = CheckpointReader(is_needless), os.environ.get(ONE_BY_ONE)
         for file in files:
             reader.add(stack.enter_context(safe_open(file, framework="pt")))
         os.environ[ONE_BY_ONE] = "1"

@@ -44,8 +44,7 @@ def _end_if_dry(verdict: str, line: str, settings: Settings) -> None:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"symbiosis: {line}\n")  # at once: threads and processes write there, too
-    sys.stderr.flush()
+    print(f"symbiosis: {line}", file=sys.stderr, flush=True)
 
 
 def _short(name: object) -> str:

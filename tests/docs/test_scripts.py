@@ -284,6 +284,34 @@ def test_bars_of_suites(kind: str, holds: bool, script: Callable, capsys: pytest
         assert not holding(suites.report([]), capsys)[f"{way}_tried"][1]
 
 
+@pytest.mark.parametrize("wrong", ["", "adapter", "losses", "reads", "not shared", "memory", "slow", "failed"])
+def test_bars_of_programs(wrong: str, script: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adapters and figures are compared; times and folders in them are not."""
+    bench = script("compat_programs")
+    sides = {}
+    for side in ("unsplit", "split"):
+        folder, differs = tmp_path / side / "out", side == "split"
+        folder.mkdir(parents=True)
+        (folder / "adapter_model.safetensors").write_bytes(b"1" if differs and wrong == "adapter" else b"0")
+        state = {
+            "log_history": [{"loss": 1.5 if differs and wrong == "losses" else 1.0, "train_runtime": 2.0 + differs}]
+        }
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+        sides[side] = bench.Run(tmp_path / side, first_step_s=4.0 if differs else 10.0, memory=130 if differs else 400)
+    split = sides["split"]
+    split.loaders |= {7} if wrong == "reads" else set()
+    split.said += ["symbiosis: x is not shared: why"] if wrong == "not shared" else []
+    split.memory += 100 if wrong == "memory" else 0
+    split.first_step_s += 4.0 if wrong == "slow" else 0.0
+    outcome = bench.Outcome("trl", "sft", sides["unsplit"], split, 100, "said" if wrong == "failed" else "")
+    failing = {name for name, (_, holds) in holding(bench.report([outcome], 0, (8, 0)), capsys).items() if not holds}
+    of = {"adapter": "jobs_that_differ", "losses": "jobs_that_differ", "reads": "processes_that_loaded_base_weights",
+          "not shared": "processes_that_loaded_base_weights", "memory": "trl_memory_beyond_imports",
+          "slow": "trl_first_step_ratio", "failed": "failed"}  # fmt: skip
+    assert failing == ({of[wrong]} if wrong else set())
+    assert not holding(bench.report([], 0, None), capsys)["jobs"][1]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_pefts_own_tests_on_split_models(script: Callable) -> None:

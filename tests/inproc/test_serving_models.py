@@ -126,6 +126,10 @@ def run_at_random(served: ModelRunner, texts: list[list[int]], seed: int) -> lis
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_side_by_side_as_alone(name: str) -> None:
+    if name == "soft caps":
+        pytest.importorskip(
+            "transformers", minversion="5.17", reason="older ones start it with an attention without caps"
+        )
     own, model = built(CONFIGS[name]()), built(CONFIGS[name]())
     served = make_ready(model, 1 << 22)
     assert isinstance(served, PagedRunner)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -14,7 +15,6 @@ import pytest
 import safetensors.torch
 
 from symbiosis.run.command import SITE
-from tests.conftest import tiny_llama
 from tests.processes import Executor, killed_at_the_end, save_tiny_llama
 
 TRAIN = """
@@ -34,21 +34,6 @@ LOAD = """
 import sys
 from transformers import AutoModelForCausalLM
 for name in sys.argv[1:]: AutoModelForCausalLM.from_pretrained(name)
-"""
-# Models at once, by threads, and a copy as TRL's `create_reference_model` makes it: the memory that they take, and what they compute.
-MANY = """
-import copy, re, sys, threading
-from pathlib import Path
-import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
-def memory(): return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
-def load(): models.append(AutoModelForCausalLM.from_pretrained(sys.argv[1]))
-models, before = [], memory()
-threads = [threading.Thread(target=load) for _ in range(2)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-models.append(copy.deepcopy(models[0]))
-print(memory() - before, *[model(torch.arange(3, 9)[None]).logits.sum().item() for model in models])
 """
 # Each way to start Python, from a process that has not imported transformers; and the last from one that has.
 START = """
@@ -149,25 +134,6 @@ def test_of_two_models_the_executors_is_shared(checkpoint: Path, endpoint: str, 
     assert last.startswith("symbiosis.errors.NotShared: other is not shared: ") and last.endswith(
         "(--require forbids that)"
     )
-
-
-def test_models_of_one_base_hold_it_nowhere(tmp_path: Path) -> None:
-    """Also when it is held several times in the program: by threads that load at once, and by a copy."""
-    base = tmp_path / "base"
-    tiny_llama(1024, 4096, 8, 8, layers=4).save_pretrained(base)
-    size = (base / "model.safetensors").stat().st_size
-    written(tmp_path, many=MANY)
-    alone = run(sys.executable, "many.py", base, folder=tmp_path, options=None)
-    with killed_at_the_end() as processes:
-        listen = f"--listen=local://{tmp_path}/e.sock"
-        processes.append(Executor(base, listen, "--share-weights", log=tmp_path / "log"))
-        options = ("--endpoint", f"local://{tmp_path}/e.sock", "--require")
-        split = run(sys.executable, "many.py", base, folder=tmp_path, options=options)
-    lines = re.findall(r"symbiosis: base: 28 of 29 layers from \S+ \(256.0 MiB not loaded", split.stderr)
-    assert len(lines) == 2, split.stderr  # one may be behind the other's progress bar
-    (taken, *sums), (taken_split, *sums_split) = alone.stdout.split(), split.stdout.split()
-    assert sums_split == sums and len(set(sums)) == 1 and len(sums) == 3
-    assert int(taken_split) < int(taken) - 0.8 * size
 
 
 def test_a_dry_run_says_what_becomes_of_the_first_model(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
@@ -314,4 +280,4 @@ def test_the_hook_takes_no_time(bare: Path, tmp_path: Path) -> None:
             environment = {**os.environ, "SYMBIOSIS_RUN": switch, "PYTHONPATH": SITE if switch == "1" else ""}
             subprocess.run([bare, "-c", "pass"], env=environment, cwd=tmp_path, check=True)
             taken.append(time.perf_counter() - begun)
-    assert min(times["1"]) - min(times["0"]) < 0.010, times
+    assert statistics.median(times["1"]) - statistics.median(times["0"]) < 0.010, times
