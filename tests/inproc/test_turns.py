@@ -13,6 +13,7 @@ from torch import nn
 
 from symbiosis.client.session import Session
 from symbiosis.executor.compute.probe import seconds_by_kind
+from symbiosis.executor.scheduling import cutting
 from symbiosis.executor.scheduling.cutting import TURN_S
 from symbiosis.executor.scheduling.queue import Batch
 from symbiosis.kernels.integers import modular_product, quantise
@@ -81,6 +82,7 @@ def test_a_neighbour_waits_for_a_turn_and_not_for_a_product(
 @pytest.mark.alone
 def test_nobody_waits_for_a_joined_product(serve: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four callers of 16 rows each, through a matrix that takes milliseconds. Only calls of the same layer were cut before."""
+    monkeypatch.setattr(cutting, "TURN_S", TURN_S / 5)  # so that it is long on any machine
     served = serve(Model(), serve=["*"])
     engine = served.server.engine
     compute, joined = engine.compute, list[tuple[int, float]]()

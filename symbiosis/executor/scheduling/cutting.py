@@ -57,7 +57,8 @@ class Cutting:
             pieces, first = self._some(head, queue, most, most_rows), self._callers[head]
         self._callers.served([self._callers.sessions[item.session] for item, _, _ in pieces], now, first)
         batch = Batch(head.key, self._in_order(pieces) if len(pieces) > 1 else pieces, now)
-        if head.grains[0][1] > 1 and (head.divisible or len(pieces) == 1):
+        joined_long = len(pieces) > 1 and head.divisible and self._costs.at_most(head, batch.rows) > TURN_S
+        if head.grains[0][1] > 1 and (joined_long or len(pieces) == 1):
             self._set_grain(batch, now)
             self._set_turn(batch, now)
         return batch
@@ -129,6 +130,8 @@ class Cutting:
         seconds = self._costs.at_most(head, queue.rows if head.divisible else head.rows)
         if not head.divisible:
             seconds *= queue.rows / head.rows
+        if seconds <= TURN_S:
+            return most
         own = {self._callers[item].tenant for item in queue if item.whole or item is head}
         turn_s = self._turn_s(head, own, head.arrived)
         least, row_s = 1, seconds / queue.rows
