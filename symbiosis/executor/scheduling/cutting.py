@@ -11,13 +11,14 @@ from collections import Counter
 from math import inf
 
 from symbiosis.executor.scheduling.callers import Callers
-from symbiosis.executor.scheduling.costs import FEW_ROWS, Costs
+from symbiosis.executor.scheduling.costs import FEW_ROWS, UNSEEN_S, Costs
 from symbiosis.executor.scheduling.queue import Batch, Item, Queue, Queues, Slice
 from symbiosis.executor.scheduling.ranking import Ranking
 from symbiosis.executor.scheduling.rules import Rules
 from symbiosis.executor.scheduling.tenant_use import TenantUse
 
 TURN_S = 5e-4  # a turn that another tenant waits for takes about so long
+SHORT = TURN_S / UNSEEN_S  # multiplications that take no longer than a turn, whatever they are
 ALONE_S = 0.25  # one for which nobody is known to wait
 SLICE_S = 2e-3  # on a GPU, where only slices of rows are cut: one that another tenant waits for
 TOGETHER = 8  # most calls of one tenant in a product that another tenant waits for
@@ -39,7 +40,8 @@ class Cutting:
         queue = self._queues[head.key]
         if len(queue) == 1 and head.turns == 1 and head.rows <= self._rules.max_rows:  # as most calls are
             rhythm = self._callers.sessions[head.session]
-            if self._costs.at_most(head, head.rows) <= self._turn_s(head, {rhythm.tenant}, head.arrived):
+            short = 0 < head.price <= SHORT
+            if short or self._costs.at_most(head, head.rows) <= self._turn_s(head, {rhythm.tenant}, head.arrived):
                 del self._queues[head.key]
                 piece, head.start = Slice(head, head.start, head.rows), head.rows
                 self._callers.served([rhythm], now)
