@@ -674,6 +674,7 @@ def test_several_clients_at_once(policy: str, invariant: bool, processes: Any, t
         assert max(batch for _, batch in results) > 1.5, results
 
 
+@pytest.mark.usefixtures("nobody_else")
 def test_shapes_without_end(processes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of shapes that do not come again make room for others; those of captured steps stay."""
     monkeypatch.setattr(cuda_client, "MOST_KEPT", 40)
