@@ -42,14 +42,14 @@ class CheckpointReader:
     """
 
     def __init__(self, is_needless: Callable[[str], bool]) -> None:
-        self.tensors: dict[str, _Part] = {}
+        self.tensors: dict[str, _TensorPart] = {}
         self._is_needless = is_needless
         self._now, self._is_made, self._whole = Made([], {}), False, True
         self._every: list[Made] = []
 
     def add(self, file: Any) -> None:
         for name in file.keys():  # noqa: SIM118 (it is no mapping)
-            self.tensors[name] = _Part(self, name, file.get_slice(name))
+            self.tensors[name] = _TensorPart(self, name, file.get_slice(name))
 
     def read(self, name: str, part: Any) -> Tensor:
         if self._is_made:
@@ -79,7 +79,7 @@ class CheckpointReader:
         self._now, self._is_made, self._whole = Made([], {}), False, True
 
 
-class _Part:
+class _TensorPart:
     """A tensor in a file, which is read where the loader takes `part[...]`."""
 
     def __init__(self, reader: CheckpointReader, name: str, part: Any) -> None:

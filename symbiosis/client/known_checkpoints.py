@@ -5,7 +5,6 @@ It lies in this user's cache, under a digest of all that decides it: the files' 
 
 import hashlib
 import logging
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 import transformers
 
-from symbiosis.base.folders import Use, user_folder
+from symbiosis.base.folders import Use, temporary_folder, user_folder
 from symbiosis.errors import ConfigError
 
 logger = logging.getLogger("symbiosis")
@@ -55,9 +54,9 @@ def read(key: str) -> list[Made]:
 def write(key: str, made: list[Made]) -> None:
     """Keep what was made. Where it cannot be kept, a warning says so: the next start reads the whole checkpoint again."""
     try:
-        with tempfile.NamedTemporaryFile(dir=_folder(), delete=False) as file:
-            file.write(msgspec.json.encode(made))
-        Path(file.name).replace(_folder() / key)
+        with temporary_folder(within=_folder()) as part:
+            (part / key).write_bytes(msgspec.json.encode(made))
+            (part / key).replace(_folder() / key)
     except (OSError, ConfigError) as error:
         logger.warning("the digests of this checkpoint cannot be kept, so the next start reads it again: %s", error)
 

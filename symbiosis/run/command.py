@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from symbiosis.base.folders import temporary_folder
 from symbiosis.errors import ConfigError
 from symbiosis.protocol.cluster_state import SCHEME
 from symbiosis.protocol.endpoints import named_endpoints, parts_of
@@ -38,12 +38,14 @@ def run(command: Sequence[str], endpoint: str | None = None, require: bool = Fal
 
 def dry_run(command: Sequence[str], endpoint: str | None = None) -> tuple[str, bool]:
     """Run the program until it loads its first model. Return what becomes of that, and whether it shares."""
-    with tempfile.NamedTemporaryFile("r", prefix="symbiosis-") as verdict:
-        environment = {**environment_of(os.environ, endpoint), VERDICT: verdict.name}
+    with temporary_folder() as folder:
+        verdict = folder / "verdict"
+        verdict.touch()
+        environment = {**environment_of(os.environ, endpoint), VERDICT: str(verdict)}
         program = program_of(command, environment)
         process = subprocess.Popen([program, *command[1:]], env=environment, stdout=sys.stderr, start_new_session=True)
         try:
-            while process.poll() is None and not Path(verdict.name).stat().st_size:
+            while process.poll() is None and not verdict.stat().st_size:
                 time.sleep(POLL_S)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
@@ -51,7 +53,7 @@ def dry_run(command: Sequence[str], endpoint: str | None = None) -> tuple[str, b
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        said = verdict.readline().strip()
+        said = verdict.read_text().partition("\n")[0].strip()
     return said or f"no verdict: it ended with {process.returncode} before it loaded a model of transformers", said.startswith(f"{SHARES}:")  # fmt: skip
 
 

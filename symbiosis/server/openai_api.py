@@ -3,7 +3,6 @@
 import os
 from http import HTTPStatus
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from symbiosis.base.folders import temporary_folder
 from symbiosis.build import build
 from symbiosis.server import api_app, openai_protocol, page
 from symbiosis.server.api_app import Api, json_response
@@ -186,10 +186,10 @@ async def put_adapter(front: ServingState, request: Request) -> ASGIApp:
     name = request.path_params["name"]
     with (
         storing("the server's folder for adapters that are sent", front.uploads),
-        NamedTemporaryFile(prefix="symbiosis-adapter-", dir=front.uploads) as file,
+        temporary_folder("symbiosis-adapter-", front.uploads) as folder,
     ):
-        await front.bodies.read(request, front.options.max_adapter_bytes, file)
-        file.flush()
+        with (folder / "adapter").open("wb") as file:
+            await front.bodies.read(request, front.options.max_adapter_bytes, file)
         return json_response(await front.remote.ask(AdapterInfo, "add", name, file.name))
 
 

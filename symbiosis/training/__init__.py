@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from symbiosis.training.data import Datum
-    from symbiosis.training.run import Result, Run
+    from symbiosis.training.run import PassResult, Run
     from symbiosis.training.training_engine import TrainingEngine as Engine
 
 _WHERE = {
     "Datum": ("data", "Datum"),
     "Engine": ("training_engine", "TrainingEngine"),
-    "Result": ("run", "Result"),
+    "PassResult": ("run", "PassResult"),
     "Run": ("run", "Run"),
 }
-__all__ = ["Datum", "Engine", "Result", "Run"]
+__all__ = ["Datum", "Engine", "PassResult", "Run"]
 
 
 def __getattr__(name: str) -> Any:

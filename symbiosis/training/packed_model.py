@@ -15,14 +15,14 @@ from symbiosis.serving.lora.peft_layers import Skeleton
 from symbiosis.training.data import Datum
 from symbiosis.training.losses import slopes
 from symbiosis.training.low_rank import LowRankSegment, adapt
-from symbiosis.training.packing import NAME, Layout, packed_as, register
+from symbiosis.training.packing import NAME, PackLayout, packed_as, register
 from symbiosis.training.run_adapter import RunAdapter
 
 LOGITS_BYTES = 1 << 28  # of float32 that are there at once
 
 
 @dataclass(eq=False)
-class Work:
+class RunWork:
     """What one run is to compute in a pass: sequences, and their loss; or the derivatives of a loss that is known already. `found` are the log
     probabilities of all targets, then."""
 
@@ -32,18 +32,18 @@ class Work:
     config: Mapping[str, float] = field(default_factory=dict)
     backward: bool = True
     given: list[Tensor] | None = None  # derivatives by the log probabilities
-    whole: "Work | None" = None  # of which this is a part
+    whole: "RunWork | None" = None  # of which this is a part
     found: list[Tensor] = field(default_factory=list)
     loss: float = 0.0
 
-    def part(self, first: int, end: int) -> "Work":
+    def part(self, first: int, end: int) -> "RunWork":
         """Return the work for some of the sequences."""
         given = None if self.given is None else self.given[first:end]
         return replace(self, data=self.data[first:end], given=given, whole=self, found=[], loss=0.0)
 
 
 @dataclass(frozen=True)
-class Segment:
+class RunSegment:
     """The rows of one run in a pass: of the one axis, and of the sequences."""
 
     adapter: RunAdapter
@@ -65,7 +65,7 @@ class PackedModel:
         self._anchor = torch.zeros((), requires_grad=True)
         self._sites: set[str] = set()
         self._takes_rows: set[str] = set()
-        self._layout, self._segments = Layout((), True), list[Segment]()
+        self._layout, self._segments = PackLayout((), True), list[RunSegment]()
         register()
         self.packs = self._prepare()
 
@@ -84,10 +84,10 @@ class PackedModel:
             self._sites.add(name)
             self._modules[name].register_forward_hook(partial(self._adapted, name))
 
-    def compute(self, works: Sequence[Work]) -> None:
+    def compute(self, works: Sequence[RunWork]) -> None:
         """Find log probabilities and losses, and add to the gradients of the runs' parameters."""
         data = [datum for work in works for datum in work.data]
-        self._layout = layout = Layout(tuple(map(len, data)), self.packs)
+        self._layout = layout = PackLayout(tuple(map(len, data)), self.packs)
         self._segments = list(_segments(works, layout))
         backward = any(work.backward for work in works)
         try:
@@ -116,7 +116,7 @@ class PackedModel:
         others = [segment for segment in acting if name not in segment.adapter.low_rank]
         return self._run_layers(name, x, y, others) if others else y
 
-    def _run_layers(self, name: str, x: Tensor, y: Tensor, segments: list[Segment]) -> Tensor:
+    def _run_layers(self, name: str, x: Tensor, y: Tensor, segments: list[RunSegment]) -> Tensor:
         """Run PEFT's layers on the rows of their runs. In a rectangle they are given whole sequences, as they are in a program."""
         along = int(self._layout.packed and y.dim() == 3)
         by_sequences = not self._layout.packed and y.dim() == 3
@@ -198,7 +198,7 @@ class PackedModel:
                 hook.remove()
 
     def _agrees(self, texts: list[list[int]], expected: list[Tensor], packed: bool) -> bool:
-        self._layout = layout = Layout(tuple(map(len, texts)), packed)
+        self._layout = layout = PackLayout(tuple(map(len, texts)), packed)
         with torch.no_grad(), packed_as(layout), self._finding_layers():
             hidden = self._hidden(layout.inputs([torch.tensor(text) for text in texts], self.device))
             made = [
@@ -263,7 +263,7 @@ def _pieces(lengths: list[int], most: int) -> Iterator[slice]:
     yield slice(first, len(lengths))
 
 
-def _finish(work: Work, found: list[Tensor]) -> list[Tensor]:
+def _finish(work: RunWork, found: list[Tensor]) -> list[Tensor]:
     """Set what was found of a work, and return the derivatives that its backward pass begins with."""
     work.found = found
     if work.given is not None:
@@ -275,11 +275,11 @@ def _finish(work: Work, found: list[Tensor]) -> list[Tensor]:
     return [slope for _, slope in made]
 
 
-def _segments(works: Sequence[Work], layout: Layout) -> Iterator[Segment]:
+def _segments(works: Sequence[RunWork], layout: PackLayout) -> Iterator[RunSegment]:
     firsts, number = [*layout.firsts, layout.rows], 0
     for work in works:
         end = number + len(work.data)
-        yield Segment(work.adapter, slice(firsts[number], firsts[end]), slice(number, end))
+        yield RunSegment(work.adapter, slice(firsts[number], firsts[end]), slice(number, end))
         number = end
 
 

@@ -23,7 +23,7 @@ class CannotPack(Exception):
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackLayout:
     """Where the sequences of a pass lie: the shape [n, longest] of its tokens, and the first row of each if these are one axis."""
 
     lengths: tuple[int, ...]
@@ -61,15 +61,15 @@ class Layout:
             count += 1
 
 
-class _OfThread(threading.local):
-    layout: Layout | None = None
+class _LayoutOfThread(threading.local):
+    layout: PackLayout | None = None
 
 
-_now = _OfThread()
+_now = _LayoutOfThread()
 
 
 @contextmanager
-def packed_as(layout: Layout) -> Iterator[None]:
+def packed_as(layout: PackLayout) -> Iterator[None]:
     """In the block, models of this thread attend within the sequences of a layout."""
     _now.layout = layout
     try:

@@ -1,8 +1,8 @@
 """A run: one adapter that is trained, by commands that are done in their order."""
 
 import json
+import os
 import shutil
-import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +17,7 @@ from torch import Tensor
 from symbiosis.errors import AdapterError, ConfigError
 from symbiosis.training.data import Datum, sequences
 from symbiosis.training.losses import Custom, check_loss
-from symbiosis.training.packed_model import Work
+from symbiosis.training.packed_model import RunWork
 from symbiosis.training.run_adapter import RunAdapter
 
 OPTIMIZER = "optimizer.safetensors"  # beside PEFT's files
@@ -25,7 +25,7 @@ STATE = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
 
 
 @dataclass(frozen=True)
-class Result:
+class PassResult:
     """What a pass found.
 
     Args:
@@ -44,7 +44,7 @@ class Command:
     """What a run is to do: a pass, or a call."""
 
     future: "Future[Any]"
-    work: Work | None = None
+    work: RunWork | None = None
     function: Custom | None = None  # its loss, if that is one of the program's own
     call: Callable[[], Any] = field(default=lambda: None)
 
@@ -84,7 +84,7 @@ class Run:
 
     def forward_backward(
         self, batch: Any, loss: str | Custom = "cross_entropy", config: Mapping[str, float] | None = None
-    ) -> "Future[Result]":
+    ) -> "Future[PassResult]":
         """Add the gradients of a batch to those that wait for a step. What waits at the same time, of any runs, is computed together.
 
         Args:
@@ -107,7 +107,7 @@ class Run:
             raise ConfigError(f"loss is the name of one, or a function, not {loss!r}")
         return self._pass(batch, loss if isinstance(loss, str) else "cross_entropy", config or {}, True, function)
 
-    def forward(self, batch: Any) -> "Future[Result]":
+    def forward(self, batch: Any) -> "Future[PassResult]":
         """Find the log probabilities of a batch's targets; no gradients."""
         return self._pass(batch, "cross_entropy", {}, False, None)
 
@@ -156,7 +156,7 @@ class Run:
         data = sequences(batch)
         self._engine.check(data)
         check_loss(kind, data, config)
-        work = Work(self._adapter, data, kind, config, backward)
+        work = RunWork(self._adapter, data, kind, config, backward)
         return self._engine.put(self, Command(Future(), work, function))
 
     def _do(self, call: Callable[[], Any]) -> Any:
@@ -185,11 +185,11 @@ class Run:
                 f"{target} is there already, and a checkpoint is never written again: choose another name"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        part.mkdir()
         try:
             self._adapter.save(part)
             save_file(self._optimizer_tensors(), part / OPTIMIZER, {"lora_plus": json.dumps(max(self._ratios))})
-            part.chmod(0o755)
             part.rename(target)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)

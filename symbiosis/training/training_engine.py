@@ -17,8 +17,8 @@ from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import AdapterError, ConfigError
 from symbiosis.training.data import Datum, check_tokens
 from symbiosis.training.losses import Custom, slopes_of_function
-from symbiosis.training.packed_model import PackedModel, Work
-from symbiosis.training.run import OPTIMIZER, Command, Result, Run
+from symbiosis.training.packed_model import PackedModel, RunWork
+from symbiosis.training.run import OPTIMIZER, Command, PassResult, Run
 from symbiosis.training.run_adapter import RunAdapter
 
 LINGER = 0.1  # of what the last pass took: so long a pass waits for runs that were in it
@@ -196,16 +196,16 @@ class TrainingEngine:
                 self._pass([command])
             return
         for command, work in zip(commands, works, strict=True):
-            command.future.set_result(Result(work.loss, [each.cpu() for each in work.found], joined))
+            command.future.set_result(PassResult(work.loss, [each.cpu() for each in work.found], joined))
 
-    def _differentiate(self, work: Work, function: Custom) -> None:
+    def _differentiate(self, work: RunWork, function: Custom) -> None:
         """Find the derivatives of a loss that only the program knows."""
-        forward = Work(work.adapter, work.data, backward=False)
+        forward = RunWork(work.adapter, work.data, backward=False)
         for part in _parts([forward], self._most):
             self._compute(part)
         work.loss, work.given = slopes_of_function(function, forward.found, work.data)
 
-    def _compute(self, works: list[Work]) -> None:
+    def _compute(self, works: list[RunWork]) -> None:
         self._model.compute(works)
         for work in works:
             assert work.whole is not None
@@ -221,7 +221,7 @@ def _do(command: Command) -> None:
 
 
 @contextmanager
-def _gradients_kept(works: Sequence[Work]) -> Iterator[None]:
+def _gradients_kept(works: Sequence[RunWork]) -> Iterator[None]:
     """If the block fails, the gradients of these runs are what they were before it."""
     parameters = [p for work in works if work.backward for p in work.adapter.parameters]
     before = [None if p.grad is None else p.grad.clone() for p in parameters]
@@ -233,9 +233,9 @@ def _gradients_kept(works: Sequence[Work]) -> Iterator[None]:
         raise
 
 
-def _parts(works: Sequence[Work], most: int) -> Iterator[list[Work]]:
+def _parts(works: Sequence[RunWork], most: int) -> Iterator[list[RunWork]]:
     """Cut works into passes of at most so many tokens, or of one sequence."""
-    part, tokens = list[Work](), 0
+    part, tokens = list[RunWork](), 0
     for work in works:
         first = 0
         for number, datum in enumerate(work.data):

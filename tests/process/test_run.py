@@ -252,7 +252,7 @@ def test_a_python_without_symbiosis_is_reached(bare: Path, tmp_path: Path) -> No
         tmp_path, load="from transformers.modeling_utils import PreTrainedModel as M; print(M.from_pretrained('a/b'))"
     )
     done = run(bare, "load.py", folder=tmp_path)
-    assert (done.stdout, done.stderr) == ("loaded\n", "symbiosis: b is not shared: No module named 'torch'\n")
+    assert done.stdout == "loaded\n" and done.stderr.startswith("symbiosis: b is not shared: No module named ")
     assert run(bare, "load.py", folder=tmp_path, options=("--require",)).returncode == 1
 
 

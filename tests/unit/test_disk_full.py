@@ -111,6 +111,7 @@ def test_only_an_adapters_own_fault_is_its_senders(said: int, told: int, monkeyp
         status = said
 
         async def head(self) -> None: ...
+        def lose(self, why: str) -> None: ...
         async def whole(self) -> bytes:
             return b'{"error": {"message": "why"}}'
 

@@ -10,7 +10,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.training.data import Datum, check_tokens, sequences
 from symbiosis.training.losses import check_loss, loss_of, slopes, slopes_of_function
 from symbiosis.training.packed_model import _pieces
-from symbiosis.training.packing import Layout
+from symbiosis.training.packing import PackLayout
 
 NOW, OLD, ADVANTAGES = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.6], [1.0, -2.0, 0.5]
 RATIO = [math.exp(a - b) for a, b in zip(NOW, OLD, strict=True)]  # 1.65, 0.37, 1.11
@@ -150,7 +150,7 @@ def test_padding_of_a_batch_is_cut_off() -> None:
 
 
 def test_layouts() -> None:
-    packed, padded = Layout((3, 3, 2), True), Layout((3, 1, 2), False)
+    packed, padded = PackLayout((3, 3, 2), True), PackLayout((3, 1, 2), False)
     assert (packed.rows, packed.firsts, list(packed.blocks())) == (8, [0, 3, 6], [(0, 2, 3), (6, 1, 2)])
     assert (padded.rows, padded.firsts) == (9, [0, 3, 6])
 

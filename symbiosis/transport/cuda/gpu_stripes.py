@@ -27,7 +27,7 @@ PAGE = 2 << 20  # of device memory
 TOGETHER = 64  # outputs: products of fewer, or beside such a place, are slow
 
 
-class Run(NamedTuple):
+class StripeRun(NamedTuple):
     """Pages behind each other that one rank holds: where they begin, and their bytes."""
 
     rank: int
@@ -42,7 +42,7 @@ class RunLayout:
         """`tied`: the number of the earlier tensor that a tensor is tied to."""
         self.manifest, self.tied, self.numbers = manifest, tied, in_stripes(manifest)
         self.begins: dict[int, int] = {}
-        self.runs: list[Run] = []
+        self.runs: list[StripeRun] = []
         self._ranks = len(shares)
         own = [number for number in self.numbers if number not in tied]
         large = [number for number in own if _nbytes(manifest[number]) >= PAGE * len(shares)]
@@ -66,7 +66,7 @@ class RunLayout:
             if self.runs and self.runs[-1].rank == rank:
                 self.runs[-1] = self.runs[-1]._replace(nbytes=self.runs[-1].nbytes + (last - first) * PAGE)
             else:
-                self.runs.append(Run(rank, begin + first * PAGE, (last - first) * PAGE))
+                self.runs.append(StripeRun(rank, begin + first * PAGE, (last - first) * PAGE))
             self._nbytes = begin + last * PAGE
 
     def cuts(self, number: int) -> list[int]:
@@ -95,7 +95,7 @@ class RunLayout:
         here = takewhile(lambda run: run.begin < begin + nbytes, runs)
         return {run.rank: max(0, run.begin - begin) for run in here}
 
-    def of_rank(self, rank: int) -> list[Run]:
+    def of_rank(self, rank: int) -> list[StripeRun]:
         return [run for run in self.runs if run.rank == rank]
 
 
@@ -151,7 +151,7 @@ def mapped(
     return held, {number: at[begin] for number, begin in layout.begins.items()}
 
 
-def _next(left: Mapping[int, Iterator[int]], run: Run) -> int:
+def _next(left: Mapping[int, Iterator[int]], run: StripeRun) -> int:
     handle = next(left[run.rank], None)
     if handle is None:
         raise ProtocolError(Code.BAD_FRAME, f"rank {run.rank} has handed over fewer pieces of memory than it holds")

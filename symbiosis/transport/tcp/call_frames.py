@@ -52,7 +52,7 @@ class Message(list[zmq.Frame]):
         self.nbytes = 0  # of all its frames, when it had come
 
 
-class Outcome(Enum):
+class CallOutcome(Enum):
     """What became of a message that was read."""
 
     TAKEN = 0
@@ -60,25 +60,25 @@ class Outcome(Enum):
     REFUSED = 2  # it came in vain
 
 
-def take_call(inbox: ServerPort, peer: TcpPeer, message: Message, encrypted: bool, room: bool) -> Outcome:
+def take_call(inbox: ServerPort, peer: TcpPeer, message: Message, encrypted: bool, room: bool) -> CallOutcome:
     """Hand a call over to the executor, or refuse it: also if there is no `room`, because too many wait to be read."""
     seq, body = split_call(message[1].bytes)
     try:
         call = parse_call_body(body)
         if not room:
             inbox.turns_away(peer, seq, call)
-            return Outcome.REFUSED
+            return CallOutcome.REFUSED
         if message.joining is None:
             check_sizes(call, message[2:], encrypted)
         if not inbox.admits(peer, seq, call):
-            return Outcome.REFUSED
+            return CallOutcome.REFUSED
         payload = payload_of(call, message, inbox.device.type == "cuda")
         if payload is None:
-            return Outcome.BEGUN
-        return Outcome.TAKEN if inbox.arrived(peer, seq, call, payload) else Outcome.REFUSED
+            return CallOutcome.BEGUN
+        return CallOutcome.TAKEN if inbox.arrived(peer, seq, call, payload) else CallOutcome.REFUSED
     except CallError as error:
         refuse(peer, seq, error)
-        return Outcome.REFUSED
+        return CallOutcome.REFUSED
 
 
 def check_sizes(call: Call, frames: list[zmq.Frame], encrypted: bool) -> None:

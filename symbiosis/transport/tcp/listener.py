@@ -24,7 +24,7 @@ from symbiosis.protocol import (
 from symbiosis.transport.base import ServerPort
 from symbiosis.transport.nccl.peer import NcclPeer
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tcp.call_frames import Message, Outcome, take_call
+from symbiosis.transport.tcp.call_frames import CallOutcome, Message, take_call
 from symbiosis.transport.tcp.connection_monitor import ConnectionMonitor
 from symbiosis.transport.tcp.peer import TcpPeer
 from symbiosis.transport.tcp.sockets import PIECE, Wire, harden
@@ -151,7 +151,7 @@ class TcpListener:
             if len(frames) >= most:
                 raise ProtocolError(Code.BAD_FRAME, f"a message of {most} frames or more is not a Symbiosis message")
             if frames[0].buffer[:4] == MAGIC_CALL:
-                return self._call(peer, message, room) is Outcome.BEGUN
+                return self._call(peer, message, room) is CallOutcome.BEGUN
             self._control(peer, identity, frames, tenant)
         except CallError as error:
             stranger = peer or TcpPeer(self, identity, tenant)
@@ -221,11 +221,11 @@ class TcpListener:
         self._socket.getsockopt(zmq.EVENTS)
         return wire
 
-    def _call(self, peer: TcpPeer | None, message: Message, room: bool) -> Outcome:
+    def _call(self, peer: TcpPeer | None, message: Message, room: bool) -> CallOutcome:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
         outcome = take_call(self.inbox, peer, message, self.encrypted, room)
-        if outcome is Outcome.REFUSED and self._is_too_much(peer, message):
+        if outcome is CallOutcome.REFUSED and self._is_too_much(peer, message):
             self.too_many(peer, REFUSALS + 1)
         return outcome
 
