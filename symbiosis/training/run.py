@@ -186,6 +186,7 @@ class Run:
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
         part.mkdir()
         try:
             self._adapter.save(part)
