@@ -16,15 +16,15 @@ True
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from symbiosis.training.data import Datum
-    from symbiosis.training.run import PassResult, Run
+    from symbiosis.training.datum import Datum
     from symbiosis.training.training_engine import TrainingEngine as Engine
+    from symbiosis.training.training_run import PassResult, Run
 
 _WHERE = {
-    "Datum": ("data", "Datum"),
+    "Datum": ("datum", "Datum"),
     "Engine": ("training_engine", "TrainingEngine"),
-    "PassResult": ("run", "PassResult"),
-    "Run": ("run", "Run"),
+    "PassResult": ("training_run", "PassResult"),
+    "Run": ("training_run", "Run"),
 }
 __all__ = ["Datum", "Engine", "PassResult", "Run"]
 

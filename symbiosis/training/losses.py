@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import ConfigError
-from symbiosis.training.data import Datum
+from symbiosis.training.datum import Datum
 
 Custom = Callable[[list[Tensor], list[Datum]], Tensor]
 LOSSES: dict[str, dict[str, float]] = {  # and what may be chosen of each

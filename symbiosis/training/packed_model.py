@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from symbiosis.errors import AdapterError, ConfigError, SymbiosisError
 from symbiosis.offload.logit_check import agree, logits_alone, place_of, probe_tokens, text_config
 from symbiosis.serving.lora.peft_layers import Skeleton
-from symbiosis.training.data import Datum
+from symbiosis.training.datum import Datum
 from symbiosis.training.losses import slopes
 from symbiosis.training.low_rank import LowRankSegment, adapt
 from symbiosis.training.packing import NAME, PackLayout, packed_as, register

@@ -15,11 +15,11 @@ from torch import nn
 from symbiosis.client.from_executor import built
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import AdapterError, ConfigError
-from symbiosis.training.data import Datum, check_tokens
+from symbiosis.training.datum import Datum, check_tokens
 from symbiosis.training.losses import Custom, slopes_of_function
 from symbiosis.training.packed_model import PackedModel, RunWork
-from symbiosis.training.run import OPTIMIZER, Command, PassResult, Run
 from symbiosis.training.run_adapter import RunAdapter
+from symbiosis.training.training_run import OPTIMIZER, Command, PassResult, Run
 
 LINGER = 0.1  # of what the last pass took: so long a pass waits for runs that were in it
 

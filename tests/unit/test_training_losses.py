@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from symbiosis.errors import ConfigError
-from symbiosis.training.data import Datum, check_tokens, sequences
+from symbiosis.training.datum import Datum, check_tokens, sequences
 from symbiosis.training.losses import check_loss, loss_of, slopes, slopes_of_function
 from symbiosis.training.packed_model import _pieces
 from symbiosis.training.packing import PackLayout

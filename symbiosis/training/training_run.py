@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from symbiosis.errors import AdapterError, ConfigError
-from symbiosis.training.data import Datum, sequences
+from symbiosis.training.datum import Datum, sequences
 from symbiosis.training.losses import Custom, check_loss
 from symbiosis.training.packed_model import RunWork
 from symbiosis.training.run_adapter import RunAdapter
