@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from symbiosis.client.from_executor import built
-from symbiosis.client.weights.remote_weight import RemoteWeight
+from symbiosis.client.weights.remote_weight import close_sessions
 from symbiosis.errors import AdapterError, ConfigError
 from symbiosis.training.datum import Datum, check_tokens
 from symbiosis.training.losses import Custom, slopes_of_function
@@ -122,8 +122,7 @@ class TrainingEngine:
             self._changed.notify_all()
         self._thread.join()
         if self._own_model is not None:
-            for session in {p.handle.session for p in self._own_model.parameters() if isinstance(p, RemoteWeight)}:
-                session.close()
+            close_sessions(self._own_model)
 
     def __enter__(self) -> "TrainingEngine":
         return self

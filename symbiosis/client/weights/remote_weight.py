@@ -349,6 +349,12 @@ def remote_weights(model: nn.Module) -> Iterator[RemoteWeight]:
                 yield parameter
 
 
+def close_sessions(model: nn.Module) -> None:
+    """Leave the executors that hold a model's weights."""
+    for session in {weight.handle.session for weight in remote_weights(model)}:
+        session.close()
+
+
 def is_remote_linear(layer: Any) -> bool:
     """Whether this is a linear layer whose weight is as the executor holds it, and its values are not at hand."""
     return is_linear_as_served(layer) and not layer.weight.has_values

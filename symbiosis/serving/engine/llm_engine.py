@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from symbiosis.client.from_executor import built
-from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
+from symbiosis.client.weights.remote_weight import close_sessions, remote_weights
 from symbiosis.errors import ConfigError
 from symbiosis.serving.engine.engine_loop import Loop
 from symbiosis.serving.engine.engine_stats import EngineStats
@@ -307,7 +307,7 @@ class Engine:
         """Close the engine. With `drain`, requests under way are finished first; else they are cancelled."""
         self._loop.close(drain)
         if self._own_model is not None:
-            _close_sessions(self._own_model)
+            close_sessions(self._own_model)
 
     def __enter__(self) -> "Engine":
         return self
@@ -334,11 +334,6 @@ def _tokenizer(given: Any) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(given)
-
-
-def _close_sessions(model: nn.Module) -> None:
-    for session in {p.handle.session for p in model.parameters() if isinstance(p, RemoteWeight)}:
-        session.close()
 
 
 def _check_options(policy: str, **numbers: float | None) -> None:
