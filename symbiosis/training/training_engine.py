@@ -107,6 +107,7 @@ class TrainingEngine:
             self._refuse_if_closed()
             if run not in self._runs:
                 raise ConfigError("this run is closed")
+            command.future.set_running_or_notify_cancel()  # what is put is done: others may come after it
             run.commands.append(command)
             self._changed.notify_all()
         return command.future

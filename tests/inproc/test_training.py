@@ -197,6 +197,15 @@ def test_one_that_fails_leaves_the_others(engine: Engine, monkeypatch: pytest.Mo
     assert are_close(gradients(good), alone([batch(5), batch(6)], lora(), 1)) and not gradients(bad)
 
 
+def test_what_is_put_cannot_be_cancelled(engine: Engine) -> None:
+    run = engine.create(lora())
+    go, _ = held(engine)
+    future = run.forward(batch(1))
+    assert not future.cancel()
+    go.set()
+    assert future.result(60).logprobs and run.forward(batch(1)).result(60).logprobs
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
