@@ -8,9 +8,9 @@ from http import HTTPStatus
 
 import msgspec
 
+from symbiosis.base.fair_share import Lease
 from symbiosis.base.logs import about_request
 from symbiosis.server.api_errors import ApiError, failed, renamed, unknown_model
-from symbiosis.server.fair_share import Lease
 from symbiosis.server.ipc.engine_client import EngineClient
 from symbiosis.server.request_record import this_request
 from symbiosis.serving.engine.detokenize import Text

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.base.folders import Use, user_folder
 from symbiosis.server import metrics
 from symbiosis.server.api_app import ApiState
 from symbiosis.server.api_errors import ApiError, busy, unknown_model, wrong
 from symbiosis.server.api_keys import Admission, Tenant
-from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.generation import Generation
 from symbiosis.server.ipc.engine_client import EngineClient
 from symbiosis.server.ipc.engine_ipc import FrontOptions

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router import server_registry
 from symbiosis.cluster.router.completion_fields import MOST_PROMPTS, CompletionFields, _Fields
@@ -17,7 +18,6 @@ from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.protocol.cluster_state import Member
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.api_keys import Tenant
-from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.sse import SseWriter
 
 

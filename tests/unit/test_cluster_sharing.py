@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router.app import RouterState, make_app
 from symbiosis.cluster.router.completion_fields import CompletionFields
@@ -18,7 +19,6 @@ from symbiosis.cluster.router.relay import Relay
 from symbiosis.cluster.router.server_registry import MOST_WAITING, Seen, ServerRegistry
 from symbiosis.protocol.cluster_state import Member, Told
 from symbiosis.server.api_keys import Tenant
-from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.ipc.tenant_threads import LARGE
 from symbiosis.server.sse import SseWriter
 from tests.secret_files import write_secret

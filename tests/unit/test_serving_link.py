@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from symbiosis.base.fair_share import FairShare
 from symbiosis.errors import AdapterError
 from symbiosis.server.api_errors import ApiError
-from symbiosis.server.fair_share import FairShare
 from symbiosis.server.ipc import engine_server
 from symbiosis.server.ipc.engine_client import EngineClient
 from symbiosis.server.ipc.engine_ipc import (

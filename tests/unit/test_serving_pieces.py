@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router.completion_fields import CompletionFields
 from symbiosis.cluster.router.relay import Relay
@@ -18,7 +19,6 @@ from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.cluster.router.upstream import Lost, Upstream
 from symbiosis.server.api_keys import Tenant
 from symbiosis.server.connections import HttpConnection
-from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.generation import Generation
 from symbiosis.server.long_reply import LongReply
 from symbiosis.server.openai_protocol import CompletionBody

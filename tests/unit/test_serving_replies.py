@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.server.api_errors import ApiError
-from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.generation import Choice, Delta, Generation
 from symbiosis.server.long_reply import LongReply
 from symbiosis.server.openai_protocol import CompletionBody, StreamOptions

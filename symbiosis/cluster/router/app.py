@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.cluster.placement import RoutingRequest, State, version_of
 from symbiosis.cluster.router import adapter_uploads
 from symbiosis.cluster.router.cluster_page import ClusterPage
@@ -27,7 +28,6 @@ from symbiosis.server import api_app
 from symbiosis.server.api_app import Api, ApiState, json_response
 from symbiosis.server.api_errors import ApiError, busy, storing, unknown_model, wrong
 from symbiosis.server.api_keys import Tenant
-from symbiosis.server.fair_share import FairShare, Lease
 from symbiosis.server.metrics import Labelled, families, observed
 from symbiosis.server.request_record import this_request
 from symbiosis.server.tracing import Tracing

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
+from symbiosis.base.fair_share import Lease
 from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router.completion_fields import CompletionFields
 from symbiosis.cluster.router.joined_answer import JoinedAnswer
@@ -22,7 +23,6 @@ from symbiosis.cluster.router.upstream import Lost, Upstream
 from symbiosis.server.api_errors import REASONS, ApiError, unknown_model
 from symbiosis.server.api_keys import Admission
 from symbiosis.server.bodies import until_hung_up
-from symbiosis.server.fair_share import Lease
 from symbiosis.server.openai_protocol import Continuation
 from symbiosis.server.request_record import this_request
 from symbiosis.server.serving_state import OTHER_BASE

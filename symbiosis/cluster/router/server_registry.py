@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from symbiosis.base.fair_share import FairShare
 from symbiosis.base.logs import JsonLines, request_id
 from symbiosis.base.procs import parent_is_gone
 from symbiosis.build import build
@@ -20,7 +21,6 @@ from symbiosis.cluster.placement import Fleet, PlacedServer, RoutingRequest, Sta
 from symbiosis.cluster.router.upstream import Lost, Upstream
 from symbiosis.errors import ConfigError
 from symbiosis.protocol.cluster_state import Member, Told, read_told, told_file
-from symbiosis.server.fair_share import FairShare
 from symbiosis.text import shown
 
 logger = logging.getLogger("symbiosis")

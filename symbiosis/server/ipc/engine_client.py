@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from symbiosis.base.fair_share import FairShare
 from symbiosis.base.logs import about_request, request_id
 from symbiosis.build import build
 from symbiosis.server.api_errors import ApiError, failed
-from symbiosis.server.fair_share import FairShare
 from symbiosis.server.ipc.engine_ipc import (
     LENGTH,
     Answer,

@@ -20,7 +20,16 @@ SHORT = 64  # tokens of a prompt that is not worth cutting
 INPUT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, to its tenant
 
 
-class Waits(Protocol):
+class Shares(Protocol):
+    """What a tenant wants computed, as far as fairness looks at it."""
+
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def brought(self) -> int: ...
+
+
+class Waits(Shares, Protocol):
     """A sequence, as far as policies look at it."""
 
     overtaken: int
@@ -28,11 +37,7 @@ class Waits(Protocol):
     @property
     def arrived(self) -> float: ...
     @property
-    def tenant(self) -> str: ...
-    @property
     def version(self) -> int: ...
-    @property
-    def brought(self) -> int: ...
     @property
     def has_begun(self) -> bool: ...
 
@@ -57,6 +62,7 @@ class Prompt(Protocol):
     def uncomputed(self) -> int: ...
 
 
+S = TypeVar("S", bound=Shares)
 W = TypeVar("W", bound=Waits)
 R = TypeVar("R", bound=Runs)
 P = TypeVar("P", bound=Prompt)
@@ -147,7 +153,7 @@ def giving_way(running: Iterable[W], waiting: Iterable[W], most_of_tenant: int |
     return chosen
 
 
-def by_fairness(waiting: Iterable[W], counters: Mapping[str, float]) -> Iterator[W]:
+def by_fairness(waiting: Iterable[S], counters: Mapping[str, float]) -> Iterator[S]:
     """Order sequences by the virtual token counter: always the tenant that has got least, and of its sequences the first that came.
 
     >>> from types import SimpleNamespace as S
@@ -155,7 +161,7 @@ def by_fairness(waiting: Iterable[W], counters: Mapping[str, float]) -> Iterator
     >>> [each.name for each in by_fairness(queue, {"a": 0.0, "b": 3.0})]
     [1, 3, 2]
     """
-    queues: dict[str, list[W]] = {}
+    queues: dict[str, list[S]] = {}
     for sequence in waiting:
         queues.setdefault(sequence.tenant, []).append(sequence)
     heap = [(counters.get(tenant, 0.0), number, iter(queue)) for number, (tenant, queue) in enumerate(queues.items())]
