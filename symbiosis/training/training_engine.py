@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import nn
 
 from symbiosis.client.from_executor import built
@@ -89,12 +88,10 @@ class TrainingEngine:
         optimizer = folder / OPTIMIZER
         try:
             ratio = _lora_plus(optimizer) if optimizer.is_file() else 1.0
-            run = self.create(config, lora_plus=ratio)
-            run._adapter.load(load_file(folder / "adapter_model.safetensors"))
-            if optimizer.is_file():
-                run.load_optimizer(optimizer)
         except SafetensorError as error:
             raise AdapterError(f"{folder} is cut off or damaged: {error}") from error
+        run = self.create(config, lora_plus=ratio)
+        run.when_done(lambda: run.read(folder)).result()
         return run
 
     def check(self, data: Sequence[Datum]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from symbiosis.training.losses import Custom, check_loss
 from symbiosis.training.packed_model import RunWork
 from symbiosis.training.run_adapter import RunAdapter
 
+ADAPTER = "adapter_model.safetensors"
 OPTIMIZER = "optimizer.safetensors"  # beside PEFT's files
 STATE = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
 
@@ -136,7 +138,7 @@ class Run:
                 raise ConfigError(f"{name} is {number}: it is not negative, and a beta is below 1")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is positive or None, not {max_grad_norm}")
-        return self._do(lambda: self._step(lr, betas, eps, weight_decay, max_grad_norm))
+        return self.when_done(lambda: self._step(lr, betas, eps, weight_decay, max_grad_norm))
 
     def save(self, path: str | Path) -> Path:
         """Write the adapter as PEFT saves it, and the optimizer's state beside it, when all commands before have been done. The folder is there as
@@ -145,12 +147,17 @@ class Run:
         Raises `ConfigError` if there is something at that path.
         """
         target = Path(path)
-        self._do(lambda: self._save(target)).result()
+        self.when_done(lambda: self.write(target)).result()
         return target
+
+    def when_done(self, call: Callable[[], Any]) -> "Future[Any]":
+        """Have something called when all commands before have been done, and before any later one: `write`, `read`, or what looks at `model`.
+        All runs wait meanwhile, so it must be quick."""
+        return self._engine.put(self, Command(Future(), call=call))  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Forget the run, when its commands have been done."""
-        self._do(lambda: self._engine.forget(self)).result()
+        self.when_done(lambda: self._engine.forget(self)).result()
 
     def _pass(self, batch: Any, kind: str, config: Mapping[str, float], backward: bool, function: Custom | None) -> Any:
         data = sequences(batch)
@@ -158,9 +165,6 @@ class Run:
         check_loss(kind, data, config)
         work = RunWork(self._adapter, data, kind, config, backward)
         return self._engine.put(self, Command(Future(), work, function))
-
-    def _do(self, call: Callable[[], Any]) -> Any:
-        return self._engine.put(self, Command(Future(), call=call))
 
     def _step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, most: float | None) -> float:
         gradients = [p.grad for p in self._adapter.parameters if p.grad is not None]
@@ -179,7 +183,8 @@ class Run:
             self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _save(self, target: Path) -> None:
+    def write(self, target: Path) -> None:
+        """Write the files of `save` at once. To be called by `when_done`."""
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(
                 f"{target} is there already, and a checkpoint is never written again: choose another name"
@@ -204,6 +209,17 @@ class Run:
             if parameter in states
             for name in STATE
         }
+
+    def read(self, folder: Path, optimizer: bool = True) -> None:
+        """Take over the values of such a folder, with those of the optimizer, or with one that begins anew. To be called by `when_done`."""
+        try:
+            self._adapter.load(load_file(folder / ADAPTER))
+            self.optimizer.state.clear()
+            self.optimizer.zero_grad(set_to_none=True)
+            if optimizer and (folder / OPTIMIZER).is_file():
+                self.load_optimizer(folder / OPTIMIZER)
+        except SafetensorError as error:
+            raise AdapterError(f"{folder} is cut off or damaged: {error}") from error
 
     def load_optimizer(self, file: Path) -> None:
         """Go on with the optimizer's state of a checkpoint."""

@@ -62,7 +62,7 @@ def held(engine: Engine) -> tuple[threading.Event, "threading.Thread"]:
         begun.set()
         assert go.wait(60)
 
-    holder._do(wait)
+    holder.when_done(wait)
     assert begun.wait(60)
     return go, threading.current_thread()
 
@@ -341,3 +341,16 @@ def test_families(exact: Any, family: str) -> None:
 def test_kinds_of_peft_from_threads(exact: Any) -> None:
     kinds, joined = exact.many_runs(13, 2)
     assert len(kinds) == 13 and max(max(each) for each in kinds.values()) < 1e-4 and joined > 1
+
+
+def test_a_run_takes_over_the_values_of_another_in_its_turn(engine: Engine, tmp_path: Path) -> None:
+    first, second = engine.create(lora(), seed=1), engine.create(lora(), seed=2)
+    batch = {"input_ids": torch.arange(12)[None], "labels": torch.arange(12)[None]}
+    for run in (first, second):
+        run.forward_backward(batch)
+        run.step(lr=1e-2)
+    first.save(tmp_path / "saved")
+    for optimizer, steps in ((True, 1), (False, 0)):
+        second.when_done(lambda with_it=optimizer: second.read(tmp_path / "saved", with_it)).result()
+        assert second.steps == steps
+        assert second.forward(batch).result().logprobs[0].equal(first.forward(batch).result().logprobs[0])
