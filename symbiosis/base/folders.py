@@ -97,10 +97,11 @@ def _cache(name: str) -> Path:
 
 
 @contextmanager
-def temporary_folder(prefix: str = "symbiosis-", within: str | Path | None = None) -> Iterator[Path]:
-    """Make a folder for the time of the block, in `within` or where $TMPDIR says."""
+def temporary_folder(prefix: str = "symbiosis-", within: Path | None = None) -> Iterator[Path]:
+    """Make a folder for the time of the block, within one that `user_folder` or `process_folder` has returned, or where $TMPDIR says."""
     with tempfile.TemporaryDirectory(prefix=prefix, dir=within) as made:
-        check_folder(Path(made), otherwise=f"set ${Use.TEMPORARY} to another one")
+        if within is None:
+            check_folder(Path(made), otherwise=f"set ${Use.TEMPORARY} to another one")
         yield Path(made)
 
 

@@ -122,15 +122,14 @@ def fused_parts(weights: AdapterWeights, base: Base, max_rank: int, lies_at_once
     read = {"LORA": _lora, "VERA": _vera, "IA3": _ia3}.get(weights.config["peft_type"])
     if read is None:
         raise NotFused
-    return {name: _as(part, base.dtype, lies_at_once) for name, part in read(weights, base, max_rank).items()}
-
-
-def _as(part: Part, dtype: torch.dtype, lies_at_once: bool) -> Part:
-    each = (part.down, part.up, part.before, part.gain, part.shift)
-    cast = [None if t is None else t.detach().to(dtype) for t in each]
-    if lies_at_once:
-        cast = [None if t is None else t.clone(memory_format=torch.contiguous_format) for t in cast]
-    return Part(*cast)
+    parts = {}
+    for name, part in read(weights, base, max_rank).items():
+        each = (part.down, part.up, part.before, part.gain, part.shift)
+        cast = [None if t is None else t.detach().to(base.dtype) for t in each]
+        if lies_at_once:
+            cast = [None if t is None else t.clone(memory_format=torch.contiguous_format) for t in cast]
+        parts[name] = Part(*cast)
+    return parts
 
 
 # ---------------------------------------------------------------- names and shapes
@@ -173,28 +172,12 @@ def _by(shape: tuple[int, ...]) -> str:
 
 
 def check_complete(config: dict[str, Any], base: Base, adapted: Collection[str]) -> None:
-    """Check that there are weights for every layer that the configuration names, and for no other. PEFT itself checks the rest."""
-    targets = config.get("target_modules")
-    _check_chosen(config, adapted)
-    if config.get("exclude_modules") or config.get("layers_to_transform") is not None or not targets:
-        return
-    if isinstance(targets, str):
-        if targets == "all-linear":
-            return
-        named = [name for name in base.modules if re.fullmatch(targets, name)]
-    else:
-        named = [n for n in base.modules if any(n == t or n.endswith("." + t) for t in targets)]
-        if lost := [t for t in targets if not any(n == t or n.endswith("." + t) for n in named)]:
-            raise AdapterError(f"its target module {shown(str(lost[0]))} is nowhere in {type(base.model).__name__}")
-    if missing := [name for name in named if name not in adapted]:
-        raise AdapterError(f"it has no weights for {missing[0]}, and {len(missing)} such layers: save it again")
-
-
-def _check_chosen(config: dict[str, Any], adapted: Collection[str]) -> None:
-    """Check that the configuration chooses all of these layers. PEFT would leave the others out, and compute something else."""
+    """Check that there are weights for every layer that the configuration names, and for no other: PEFT would leave those out, and compute
+    something else. It checks the rest itself."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    if config.get("target_modules") in (None, "all-linear"):
+    targets = config.get("target_modules")
+    if targets in (None, "all-linear"):
         return
     choice = SimpleNamespace(**{name: config.get(name) for name in CHOICE})
     try:
@@ -208,6 +191,16 @@ def _check_chosen(config: dict[str, Any], adapted: Collection[str]) -> None:
             f"it has weights for {left[0]}, and {len(left)} such layers, which its adapter_config.json does not choose (target_modules, "
             "exclude_modules, layers_to_transform): PEFT would leave them out. Correct it, or save the adapter again"
         )
+    if config.get("exclude_modules") or config.get("layers_to_transform") is not None or not targets:
+        return
+    if isinstance(targets, str):
+        named = [name for name in base.modules if re.fullmatch(targets, name)]
+    else:
+        named = [n for n in base.modules if any(n == t or n.endswith("." + t) for t in targets)]
+        if lost := [t for t in targets if not any(n == t or n.endswith("." + t) for n in named)]:
+            raise AdapterError(f"its target module {shown(str(lost[0]))} is nowhere in {type(base.model).__name__}")
+    if missing := [name for name in named if name not in adapted]:
+        raise AdapterError(f"it has no weights for {missing[0]}, and {len(missing)} such layers: save it again")
 
 
 # ---------------------------------------------------------------- LoRA and DoRA
