@@ -162,7 +162,7 @@ def test_slices_are_short_while_another_tenant_calls() -> None:
     batcher.join(1, "trainer")
     batcher.join(2, "other")
     batcher.add(Item(1, "k", 100_000, 2, now))
-    sizes = []
+    sizes, spent = [], {"k": 0.0, "other": 0.0}
     for turn in range(12):
         if turn == 6:
             batcher.add(Item(2, "other", 1, 0, now))
@@ -170,12 +170,14 @@ def test_slices_are_short_while_another_tenant_calls() -> None:
         assert batch is not None
         seconds = batch.rows * 10e-6
         now += seconds
+        spent[batch.key] += seconds  # type: ignore[index]
         batch.ran()
         batcher.done(batch, seconds, now)
         if batch.key == "k":
             sizes.append(batch.rows)
     assert sizes[:6] == [4096] * 6, "nobody else is there"
     assert set(sizes[6:]) == {200}, "2 ms at 10 us a row"
+    assert batcher.callers.sessions[1].used == pytest.approx(spent["k"]), "of each slice what it took"
 
 
 def test_calls_that_do_not_go_by_rows_are_joined_as_far_as_others_can_wait() -> None:

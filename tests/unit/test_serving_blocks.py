@@ -305,6 +305,7 @@ def test_pages_behind_a_window_are_given_back() -> None:
     blocks.trim([one])
     assert blocks.pool.free == free + 2  # of the second and third: the last is in the window
     assert [sorted(block.gone) for block in one.blocks] == [[], [1], [1], []]
+    assert blocks.held_by([one]) == 1 + 1 + 2, "the first block is another's, too"
     again = sequence(list(range(64)))
     assert blocks.find(again) == 16
     blocks.trim([one])

@@ -162,6 +162,18 @@ def test_how_often_a_long_prompt_gives_way(policy: Any) -> None:
     assert server.scheduler.running[:2] == longs and server.scheduler.counts.evictions == policies.MOST_OVERTAKEN
 
 
+@pytest.mark.parametrize(("more", "passes"), [(1, True), (0, False)])
+def test_how_often_one_that_waits_is_passed_by(more: int, passes: bool) -> None:
+    server = server_of(1000, max_batch=2)
+    add(server, *(longs := [prompt(id, LONG) for id in range(3)]))
+    server.step()
+    assert server.scheduler.waiting == longs[2:]
+    longs[2].overtaken = policies.MOST_OVERTAKEN - more
+    add(server, short := prompt(9, SHORT))
+    server.step()
+    assert short.produced == passes and longs[2].overtaken == policies.MOST_OVERTAKEN
+
+
 @POLICIES
 def test_a_long_prompt_that_needs_all_pages_ends_however_many_short_ones_come(policy: Any) -> None:
     server = server_of(LONG // BLOCK + 1, max_batch=8, policy=policy)

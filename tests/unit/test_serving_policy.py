@@ -139,6 +139,11 @@ def test_a_tenants_limit_holds_up_only_the_tenant() -> None:
     assert not any(each.overtaken for each in mine)
 
 
+def test_a_tenant_that_is_not_known_has_got_nothing() -> None:
+    known, new = Waiting(0.0, tenant="a"), Waiting(1.0, tenant="b")
+    assert list(policy.by_fairness([known, new], {"a": 0.5})) == [new, known]
+
+
 @settings(deadline=None)
 @given(st.lists(WAITING, max_size=30), st.dictionaries(st.sampled_from("abc"), st.floats(0, 100)))
 def test_fair_order_is_a_permutation_that_keeps_each_tenants_own(
@@ -318,6 +323,12 @@ class Prompt:
         ([(40, "a"), (500, "b", 30.0), (500, "c")], 60, 32, [40, 20, 0]),  # what was saved up, as far as there is room
         ([(500, "a"), (500, "b"), (500, "c"), (40, "c")], 512, 32, [5, 5, 5, 40]),  # two fifths, however many tenants
         ([(60, "a"), (30, "a"), (60, "b"), (30, "b")], 512, 32, [60, 30, 60, 30]),
+        (
+            [(100, "a"), (105, "a"), (500, "b")],
+            300,
+            110,
+            [100, 20, 20],
+        ),  # its first has taken what the tenant's second needs
         ([(900, "a"), (70, "a"), (70, "b")], 100, 80, [11, 29, 40]),  # each is longer than its tenant's share
         ([], 512, 32, []),
     ],
