@@ -1,6 +1,8 @@
 """What a call costs is known before it is computed; the work of any is done in turns, and what tenants hold is bounded."""
 
+from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from math import prod
 
 import pytest
@@ -206,6 +208,27 @@ def smallest_cell_s(plan: CallPlan, call: Call, pace: float) -> float:
     return plan.multiplications * pace / cells * (min(1.0, rows / plan.rows) if call.by_rows else 1)
 
 
+def turns_beside_small_calls(
+    batcher: Batcher, neighbour: int, work: float, pace: float, small_s: float = 1e-4
+) -> Iterator[tuple[Batch, float]]:
+    """Run until so much is done, while a session makes one small call after another. Yield each turn of what is large, and how long it takes."""
+    now = done = 0.0
+    while done < 0.999 * work:
+        batch = batcher.next_batch(now)
+        assert batch is not None
+        seconds = small_s
+        if batch.key != "small":
+            seconds = batch.price * pace * batch.share
+            yield batch, seconds
+            done += batch.price * batch.share
+        now += seconds
+        if batch.ends:
+            batch.ran()
+        batcher.done(batch, seconds, now)
+        if batch.key == "small":
+            batcher.add(Item(neighbour, "small", 1, 0, now, price=1))
+
+
 @settings(max_examples=15, deadline=None)
 @given(wide_calls(st.integers(1, 500)), st.floats(1e-10, 1e-8))
 def test_a_turn_is_short_while_another_tenant_calls(call: Call, pace: float) -> None:
@@ -257,7 +280,7 @@ def test_a_turn_is_short_while_another_tenant_calls(call: Call, pace: float) -> 
 def test_the_first_turn_is_short_though_nothing_of_its_kind_has_run(call: Call, pace: float, usual: float) -> None:
     """Whatever other calls have cost. What is learned of this one then makes the next ones longer, by and by."""
     plan = make_plan(call, STORE, OPTIONS)
-    batcher, now, done = Batcher(OPPORTUNISTIC, max_rows=4096), 0.0, 0.0
+    batcher, now = Batcher(OPPORTUNISTIC, max_rows=4096), 0.0
     batcher.costs._usual = usual
     for session, tenant in ((1, "large"), (2, "small")):
         batcher.join(session, tenant)
@@ -270,17 +293,8 @@ def test_the_first_turn_is_short_though_nothing_of_its_kind_has_run(call: Call, 
     cell_s = smallest_cell_s(plan, call, pace)
     # the tenants get the same time, so beside a call of minutes small ones would be millions if they were not a little longer
     small_s = min(max(1e-4, plan.multiplications * pace / 2_000), TURN_S / 2)
-    while done < 0.999 * plan.multiplications:
-        batch = batcher.next_batch(now)
-        assert batch is not None
-        seconds = small_s if batch.key == "small" else batch.price * pace * batch.share
+    for _, seconds in turns_beside_small_calls(batcher, 2, plan.multiplications, pace, small_s):
         assert seconds <= 2 * LONG * TURN_S + 2 * cell_s
-        now, done = now + seconds, done + (batch.key != "small") * batch.price * batch.share
-        if batch.ends:
-            batch.ran()
-        batcher.done(batch, seconds, now)
-        if batch.key == "small":
-            batcher.add(Item(2, "small", 1, 0, now, price=1))
 
 
 WIDE = Call(Op.DGRAD, 0, "bfloat16", (48, 14_336))
@@ -293,30 +307,17 @@ def test_a_turn_through_a_wide_matrix_is_short_whatever_its_dtype_costs(pace: fl
     """A cell of 64 rows by 256 columns has 2.3e8 multiplications, which some dtypes take two seconds for."""
     grids = [grid_of(WIDE, (48, WIDE_OUT), [WIDE_OUT], grain) for grain in GRAINS]
     grains = tuple((grain.rows, prod(grid)) for grain, grid in zip(GRAINS, grids, strict=True))
-    batcher, now, done = Batcher(OPPORTUNISTIC, max_rows=4096), 0.0, 0.0
+    batcher, now = Batcher(OPPORTUNISTIC, max_rows=4096), 0.0
     batcher.costs.measured({"wide": pace} if known else {}, FEWEST)
     for session, tenant in ((1, "large"), (2, "small")):
         batcher.join(session, tenant)
     work = prod(WIDE.shape) * WIDE_OUT
     batcher.add(Item(2, "small", 1, 0, now, price=1))
     batcher.add(Item(1, "wide", 48, 0, now, price=work, grains=grains, kind="wide"))
-    turns: list[float] = []
-    while done < 0.999 * work and len(turns) < 500:
-        batch = batcher.next_batch(now)
-        assert batch is not None
-        seconds = 1e-4
-        if batch.key == "wide":
-            turns.append(seconds := batch.price * pace * batch.share)
-            done += batch.price * batch.share
-            assert batch.rows >= FEWEST or pace > 1e-9 or not known, (
-                "fewer rows round differently in what CPUs are fast at"
-            )
-        now += seconds
-        if batch.ends:
-            batch.ran()
-        batcher.done(batch, seconds, now)
-        if batch.key == "small":
-            batcher.add(Item(2, "small", 1, 0, now, price=1))
+    turns = []
+    for batch, seconds in islice(turns_beside_small_calls(batcher, 2, work, pace), 500):
+        assert batch.rows >= FEWEST or pace > 1e-9 or not known, "fewer rows round differently in what CPUs are fast at"
+        turns.append(seconds)
     assert max(turns) <= LONG * TURN_S, "for so long a neighbour waits"
     assert len(turns) < 3 * sum(turns) / TURN_S + 20, "nor are they much shorter than they may be"
 
@@ -336,22 +337,9 @@ def test_a_joined_product_is_cut_as_one_call_is(pace: float, rows: int) -> None:
     for item in items:
         batcher.add(item)
     batcher.add(Item(0, "small", 1, 0, now, price=1))
-    done, joined, turns = 0.0, 0, list[float]()
-    while done < 0.999 * 4 * work:
-        batch = batcher.next_batch(now)
-        assert batch is not None
-        seconds = 1e-4
-        if batch.key == "wide":
-            turns.append(seconds := batch.price * pace * batch.share)
-            done += batch.price * batch.share
-            joined = max(joined, len(batch.slices))
-        now += seconds
-        if batch.ends:
-            batch.ran()
-        batcher.done(batch, seconds, now)
-        if batch.key == "small":
-            batcher.add(Item(0, "small", 1, 0, now, price=1))
-    assert max(turns) <= 2 * LONG * TURN_S, "for so long a neighbour waits"
+    turns = [(seconds, len(batch.slices)) for batch, seconds in turns_beside_small_calls(batcher, 0, 4 * work, pace)]
+    longest, joined = map(max, zip(*turns, strict=True))
+    assert longest <= 2 * LONG * TURN_S, "for so long a neighbour waits"
     assert all(item.finished for item in items) and joined == (1 if rows == 16 and pace == 1e-10 else 4)
 
 
