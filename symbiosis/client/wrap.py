@@ -17,7 +17,7 @@ from symbiosis.client import arguments
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S
 from symbiosis.client.layers.layer_plan import ParameterSite, WrapReport, base_model, parameter_of, plan_wrap
 from symbiosis.client.layers.virt_experts import proxy_of
-from symbiosis.client.nothing_trained import refuse_to_train_nothing
+from symbiosis.client.optimizer_checks import refuse_to_train_nothing
 from symbiosis.client.privacy.masked_session import Plain, Privacy, PrivateSession
 from symbiosis.client.privacy.noise import Noise
 from symbiosis.client.privacy.verify import Proofs

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from symbiosis.client.optimizer_checks import refuse_to_train_whole
 from symbiosis.client.session import Session
 from symbiosis.client.shared_load import SharedLoad
-from symbiosis.client.trained_whole import refuse_to_train_whole
 from symbiosis.errors import SymbiosisError
 from symbiosis.run.outcome import left_alone, shared
 from symbiosis.run.settings import Settings
