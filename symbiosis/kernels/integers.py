@@ -127,17 +127,6 @@ def _fused(device: torch.device) -> Callable[..., Tensor] | None:
     return fused_product
 
 
-def reference_product(x_TK: Tensor, w_DKN: Tensor) -> Tensor:
-    """Compute a product modulo 2^32 or 2^64 with Python's integers, which cannot overflow: the reference in tests."""
-    w_KN = [
-        [sum(int(digit) << (8 * place) for place, digit in enumerate(w)) for w in row] for row in w_DKN.movedim(0, -1)
-    ]
-    bits = 8 * x_TK.element_size()
-    y = [[sum(int(a) * row[n] for a, row in zip(x, w_KN, strict=True)) for n in range(w_DKN.shape[-1])] for x in x_TK]
-    wrapped = [[(value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1) for value in row] for row in y]
-    return torch.tensor(wrapped, dtype=x_TK.dtype).view(len(x_TK), w_DKN.shape[-1])
-
-
 def product_of_bytes(x_TK: Tensor, w_KN: Tensor) -> Tensor:
     """Multiply int8 matrices into int32."""
     if x_TK.is_cuda:

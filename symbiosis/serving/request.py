@@ -36,8 +36,8 @@ class Finish(StrEnum):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of a completion are chosen. An engine refuses what is beyond a field's limit (`serving/engine/limits.py`).
 
-    >>> Sampling(temperature=0.0).is_greedy
-    True
+    >>> Sampling(temperature=0.0).max_tokens
+    16
     """
 
     max_tokens: Annotated[int, Limit(0, MANY)] = 16
@@ -55,10 +55,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency_penalty: Annotated[float, Limit(-2, 2)] = 0.0
     repetition_penalty: Annotated[float, Limit(0.01, 100)] = 1.0
     schema: str | None = None  # JSON schema that the text must follow
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
 
     def ending(self, ends: Iterable[int]) -> frozenset[int]:
         """Return the tokens that end a completion of a model which has these `ends`.

@@ -7,7 +7,7 @@ from torch import Tensor
 from symbiosis.base.keystream import keystream, new_key
 from symbiosis.client.privacy.fixed_point import INTEGERS, Quantum, to_floats, to_integers
 from symbiosis.kernels import integers
-from symbiosis.kernels.integers import LARGEST, digits, modular_product, quantise, reference_product
+from symbiosis.kernels.integers import LARGEST, digits, modular_product, quantise
 
 BITS = pytest.mark.parametrize("bits", [8, 16])
 
@@ -35,6 +35,17 @@ def whole(digits_DKN: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------- products
+
+
+def reference_product(x_TK: Tensor, w_DKN: Tensor) -> Tensor:
+    """Compute a product modulo 2^32 or 2^64 with Python's integers, which cannot overflow."""
+    w_KN = [
+        [sum(int(digit) << (8 * place) for place, digit in enumerate(w)) for w in row] for row in w_DKN.movedim(0, -1)
+    ]
+    bits = 8 * x_TK.element_size()
+    y = [[sum(int(a) * row[n] for a, row in zip(x, w_KN, strict=True)) for n in range(w_DKN.shape[-1])] for x in x_TK]
+    wrapped = [[(value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1) for value in row] for row in y]
+    return torch.tensor(wrapped, dtype=x_TK.dtype).view(len(x_TK), w_DKN.shape[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import symbiosis
 from symbiosis.errors import ConfigError
-from symbiosis.serving.engine.detokenize import Stop, Text, bytes_of, chat_tokens, decoder, prompt_tokens
+from symbiosis.serving.engine.detokenize import Stop, Text, bytes_of, chat_text, decoder, prompt_tokens
 
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
 
@@ -145,12 +145,12 @@ def test_chats_go_by_the_template() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
-        chat_tokens(tokenizer, [{"role": "user", "content": "hi"}])
+        chat_text(tokenizer, [{"role": "user", "content": "hi"}])
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    assert bytes(chat_tokens(tokenizer, [{"role": "user", "content": "hi"}])) == b"user: hi\nassistant: "
+    assert chat_text(tokenizer, [{"role": "user", "content": "hi"}]) == "user: hi\nassistant: "
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
     with pytest.raises(ConfigError, match="no system messages"):
-        chat_tokens(tokenizer, [{"role": "system", "content": "hi"}])
+        chat_text(tokenizer, [{"role": "system", "content": "hi"}])
 
 
 @pytest.mark.parametrize("stop", ["aab", "abab", "aaaa", "abcabd", "b"])

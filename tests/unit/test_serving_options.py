@@ -12,7 +12,7 @@ from symbiosis.server.http_process import tokenizer_of
 from symbiosis.server.ipc.engine_ipc import FrontOptions
 from symbiosis.server.launch.preflight import chat_template, check_adapters, folder_of, named
 from symbiosis.server.launch.serve_processes import model_name
-from symbiosis.serving.engine.detokenize import chat_tokens
+from symbiosis.serving.engine.detokenize import chat_text
 from symbiosis.serving.runner.model_runner import bytes_of
 from symbiosis.serving.serve_options import ServeOptions
 
@@ -41,9 +41,9 @@ def test_a_chat_template_may_be_given(tmp_path: Path) -> None:
         chat_template(options)
     file.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
     tokenizer = tokenizer_of(FrontOptions(model="demo", folder=str(DEMO_MODEL), chat_template=chat_template(options)))
-    assert chat_tokens(tokenizer, [{"role": "user", "content": "x"}]) == tuple(b"<x>")
+    assert chat_text(tokenizer, [{"role": "user", "content": "x"}]) == "<x>"
     own = tokenizer_of(FrontOptions(model="demo", folder=str(DEMO_MODEL)))
-    assert chat_tokens(own, [{"role": "user", "content": "x"}]) == tuple(b"x")
+    assert chat_text(own, [{"role": "user", "content": "x"}]) == "x"
 
 
 def test_a_folder_of_adapters_may_have_an_equals_sign_in_its_path(tmp_path: Path) -> None:

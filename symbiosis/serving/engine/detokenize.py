@@ -216,17 +216,12 @@ def prompt_tokens(tokenizer: Any, prompt: str | Sequence[int]) -> tuple[int, ...
     return tuple(tokenizer(prompt).input_ids)
 
 
-def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[int, ...]:
-    """Return the prompt that the tokenizer's chat template makes of messages.
+def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
+    """Return the text of the prompt that the tokenizer's chat template makes of messages.
 
     Args:
         options: Options of the template, such as `tools` or `enable_thinking`.
     """
-    return tuple(tokenizer(chat_text(tokenizer, messages, **options), add_special_tokens=False).input_ids)
-
-
-def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
-    """Return the text of the prompt that `chat_tokens` returns."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
             "the model's tokenizer has no chat template: ask for a completion of a prompt instead, or give the server one "

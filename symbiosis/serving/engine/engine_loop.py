@@ -332,11 +332,6 @@ class Loop:
         for request in list(self.jobs):
             self.end(request, finish, error)
 
-    def _count_prompt(self, job: RequestState, sequence: Sequence) -> None:
-        if sequence.is_first:
-            self.figures.queue_s.observe(sequence.began - sequence.arrived)
-            self.figures.prompt_tokens += len(job.request.prompt)
-
     def _begin(self, job: RequestState) -> None:
         with self._awake:
             del self._coming[job.request.id]
