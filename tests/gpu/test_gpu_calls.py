@@ -15,10 +15,11 @@ import symbiosis
 from symbiosis.transport.cuda import handshake as cuda_link
 from symbiosis.transport.cuda.driver import WRITE_32, MemOp, MemOps
 from tests.conftest import tiny_llama, wide_llama
-from tests.gpu.test_gpu_line import WAIT_S, Processes, line_of, processes, serve_forever
+from tests.gpu.conftest import Processes
+from tests.gpu.test_gpu_line import WAIT_S, line_of, serve_forever
 from tests.gpu.test_gpu_rounds import served, shared_gpu
 
-__all__ = ["processes", "shared_gpu"]
+__all__ = ["shared_gpu"]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BELL, ERROR, REPLY, OVER, VOID = 0, 16, 0, 32, 0xFFFF
 

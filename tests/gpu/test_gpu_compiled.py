@@ -15,7 +15,8 @@ from transformers import StaticCache
 
 import symbiosis
 from tests.conftest import tiny_llama
-from tests.gpu.test_gpu_line import WAIT_S, Processes, line_of, lora, serve_forever, trainer
+from tests.gpu.conftest import Processes
+from tests.gpu.test_gpu_line import WAIT_S, line_of, lora, serve_forever, trainer
 from tests.gpu.test_gpu_mapped import Served
 
 DEVICE = "cuda"

@@ -23,7 +23,8 @@ import symbiosis
 from scripts.compat_models import Stage, build, forward, generate, step
 from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.client.wrap import DECODES
-from tests.gpu.test_gpu_line import WAIT_S, Processes
+from tests.gpu.conftest import Processes
+from tests.gpu.test_gpu_line import WAIT_S
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "phi", "phi3", "mixtral")

@@ -11,10 +11,11 @@ from torch import Tensor
 import symbiosis
 from symbiosis.errors import CallError
 from tests.conftest import wide_llama
-from tests.gpu.test_gpu_line import WAIT_S, Processes, lora, processes, trainer
+from tests.gpu.conftest import Processes
+from tests.gpu.test_gpu_line import WAIT_S, lora, trainer
 from tests.gpu.test_gpu_rounds import LARGE, served, shared_gpu
 
-__all__ = ["processes", "shared_gpu"]
+__all__ = ["shared_gpu"]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STEPS, CLIENTS = 20, 3
 LEFT = 16 << 20  # bytes of a GPU that is full: less than torch takes for a piece, and than cuBLAS wants for a stream

@@ -20,7 +20,8 @@ from symbiosis.protocol import Op
 from symbiosis.transport.local import segment as slab
 from symbiosis.transport.local.peer import FIRST_SLAB
 from tests.conftest import tiny_llama
-from tests.gpu.test_gpu_line import WAIT_S, Processes
+from tests.gpu.conftest import Processes
+from tests.gpu.test_gpu_line import WAIT_S
 from tests.processes import layer_number, until
 
 DEVICE = "cuda"

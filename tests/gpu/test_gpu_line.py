@@ -1,9 +1,7 @@
 """Clients on a GPU whose calls no CPU waits for: eager, captured, several at once, and over the death of either side."""
 
-import atexit
 import copy
 import gc
-import inspect
 import os
 import signal
 import threading
@@ -31,7 +29,8 @@ from symbiosis.transport.cuda.driver import PinnedMemory
 from symbiosis.transport.cuda.words import ANSWERED, ENQUEUED
 from tests.conftest import tiny_llama, tiny_mixtral, wide_llama
 from tests.gpu import memory
-from tests.processes import context, until, watching
+from tests.gpu.conftest import Processes
+from tests.processes import until, watching
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WAIT_S = 60
@@ -125,48 +124,6 @@ def holds_no_more(executor: Any, held: list[tuple[int, int]]) -> None:
         assert time.monotonic() < end, held
         time.sleep(0.1)
         held[-1] = holdings(executor)
-
-
-def run_in(environment: dict[str, str], function: Callable, *args: Any, **words: Any) -> None:
-    assert not torch.cuda._is_in_bad_fork(), "who imports everything must not use CUDA"
-    os.environ.clear()
-    os.environ.update(environment)  # that of the test, for example where MPS listens
-    # torch makes its threads anew after a fork, when it is first asked; two threads of autograd may ask at the same time
-    torch.set_num_threads(1)
-    function(*args, **words)
-    atexit._run_exitfuncs()  # which a process of multiprocessing skips: sessions leave
-
-
-class Processes:
-    """Children that are killed at the end. They are forked from a process that has imported everything and has never used CUDA."""
-
-    context = context
-
-    def __init__(self) -> None:
-        self.started: list[Any] = []
-
-    def start(self, function: Callable, where: str, *args: Any, **words: Any) -> tuple[Any, Any]:
-        queue = self.context.Queue()
-        # raises here, and not in a child that nobody watches
-        inspect.signature(function).bind(where, queue, *args, **words)
-        given = (dict(os.environ), function, where, queue, *args)
-        process = self.context.Process(target=run_in, args=given, kwargs=words, daemon=True)
-        process.start()
-        self.started.append(process)
-        return process, queue
-
-    def end(self) -> None:
-        for process in self.started:
-            if process.is_alive():
-                process.kill()
-            process.join(10)
-
-
-@pytest.fixture
-def processes() -> Any:
-    started = Processes()
-    yield started
-    started.end()
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ from symbiosis.transport.base import Advice
 from symbiosis.transport.cuda.driver import shares_time
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral, wide_llama
 from tests.gpu import memory
-from tests.gpu.test_gpu_line import WAIT_S, Processes, lora, trainer
+from tests.gpu.conftest import Processes
+from tests.gpu.test_gpu_line import WAIT_S, lora, trainer
 from tests.processes import until, watching
 
 pytestmark = [
@@ -64,13 +65,6 @@ class Served:
         assert self.process.pid
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join(10)
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.end()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """A model that nobody gave a device is on the GPU of its executor, and so is a server's."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import symbiosis
 from symbiosis.serving import Engine
 from tests.conftest import tiny_llama
-from tests.gpu.test_gpu_line import Processes
+from tests.gpu.conftest import Processes
 from tests.gpu.test_gpu_mapped import Served
 
 pytestmark = [
@@ -17,13 +16,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("nobody_else"),
 ]
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.end()
 
 
 def test_a_model_is_where_its_executor_computes(processes: Processes, tmp_path: Path) -> None:

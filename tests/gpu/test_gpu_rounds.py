@@ -23,16 +23,15 @@ from symbiosis.executor import mps
 from symbiosis.kernels.gpu import shareable_memory
 from symbiosis.transport.cuda import captured_step as cuda_step
 from tests.conftest import tiny_llama, wide_llama
+from tests.gpu.conftest import Processes
 from tests.gpu.test_gpu_line import (
     ENOUGH,
     WAIT_S,
-    Processes,
     holds_no_more,
     line_of,
     lora,
     losses,
     next_loss,
-    processes,
     serve_forever,
     told,
     train_forever,
@@ -40,7 +39,6 @@ from tests.gpu.test_gpu_line import (
 )
 from tests.processes import until, watching
 
-__all__ = ["processes"]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ROUNDING = {torch.float32: 3e-5, torch.bfloat16: 0.05}  # of a few products, as a part of the greatest logit
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import symbiosis
 from tests.conftest import tiny_llama
+from tests.gpu.conftest import Processes
 from tests.gpu.test_gpu_line import (
     WAIT_S,
-    Processes,
     decode_forever,
     holds_no_more,
     line_of,
@@ -29,13 +29,6 @@ pytestmark = [
     pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.end()
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from symbiosis.protocol import Op
 from symbiosis.transport.nccl.client import NcclConnection
 from tests.conftest import tiny_llama
 from tests.gpu import memory
-from tests.gpu.test_gpu_line import WAIT_S, Processes, lora, serve_forever, train_forever, trainer
+from tests.gpu.conftest import Processes
+from tests.gpu.test_gpu_line import WAIT_S, lora, serve_forever, train_forever, trainer
 from tests.gpu.test_multi_gpu import decode_on
 from tests.processes import until, watching
 
@@ -29,13 +30,6 @@ pytestmark = [
     pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.end()
 
 
 def free_url() -> str:

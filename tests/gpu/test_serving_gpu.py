@@ -29,7 +29,7 @@ from symbiosis.serving.sampling.sampler import begin_choice
 from symbiosis.serving.scheduler.scheduler_output import Sequence
 from tests.adapters import Made, off, run, saved, sequence_of, step_over
 from tests.conftest import wide_llama
-from tests.gpu.test_gpu_line import Processes
+from tests.gpu.conftest import Processes
 from tests.gpu.test_gpu_mapped import Served
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None

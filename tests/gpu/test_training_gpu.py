@@ -1,6 +1,5 @@
 """The engine that trains, on a GPU: as PEFT alone, over its own weights and over those of an executor."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from symbiosis.training import Engine
 from tests.conftest import tiny_llama
-from tests.gpu.test_gpu_line import Processes
 from tests.gpu.test_gpu_mapped import Served
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -19,13 +17,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def lora(**options: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **options})
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.end()
 
 
 CONFIGS = {"LoRA": lora, "dropout": lambda: lora(lora_dropout=0.2), "DoRA": lambda: lora(use_dora=True)}
