@@ -9,32 +9,9 @@ from pathlib import Path
 OWN = Path(__file__).with_name("programs")  # small ones: plain Trainer, accelerate, Lightning
 STEPS = 4
 HALF = STEPS // 2  # where `resume` goes on
-WORDS = [
-    "the",
-    "sky",
-    "is",
-    "blue",
-    "because",
-    "light",
-    "of",
-    "short",
-    "waves",
-    "is",
-    "scattered",
-    "more",
-    "than",
-    "of",
-    "long",
-    "ones",
-    "and",
-    "a",
-    "cat",
-    "sat",
-    "near",
-    "an",
-    "old",
-    "river",
-]
+TEXT = (
+    "the sky is blue because light of short waves is scattered more than of long ones and a cat sat near an old river"
+)
 
 
 @dataclass(frozen=True)
@@ -77,10 +54,10 @@ class Program:
 
 def write_data(folder: Path) -> None:
     """Small texts, for each kind of training."""
-    pick = random.Random(1)
+    pick, words = random.Random(1), TEXT.split()
 
-    def text(words: int) -> str:
-        return " ".join(pick.choice(WORDS) for _ in range(words))
+    def text(count: int) -> str:
+        return " ".join(pick.choice(words) for _ in range(count))
 
     def rows(name: str, made: Callable[[int], dict[str, object]]) -> None:
         file = folder / name / "train.jsonl"
@@ -107,6 +84,19 @@ def write_data(folder: Path) -> None:
     rows("labelled", lambda n: conversation(label=n % 2 == 0))
 
 
+# ---------------------------------------------------------------- how options are told
+
+
+def _flags(options: Mapping[str, object]) -> list[str]:
+    return [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+
+
+def _written(folder: Path, program: Sequence[str], options: Mapping[str, object]) -> list[str]:
+    """A command whose options are in a file. JSON is YAML, too."""
+    (folder / "job.yaml").write_text(json.dumps(options, indent=1))
+    return [*program, "job.yaml"]
+
+
 # ---------------------------------------------------------------- TRL
 
 REWARDS = "def vowels(completions, **_):\n    return [float(sum(letter in 'aeiou' for letter in text)) for text in completions]\n"
@@ -122,7 +112,7 @@ def _trl(method: str, *more: str, processes: int = 1) -> Command:
             "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": "none", "disable_tqdm": True,
             "dtype": "float32", "bf16": False, "gradient_checkpointing": False, "lora_r": 4, "learning_rate": 1e-3,
         }  # fmt: skip
-        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        words = _flags(options)
         if place.resume:
             words += ["--resume_from_checkpoint", place.resume]
         words += ["--use_peft", "--lora_target_modules", "q_proj", "v_proj", *more]
@@ -179,12 +169,6 @@ LIGHTNING = Program((*PLAIN, "lightning==2.6.6"), {"sft": _own("lightning_fit.py
 SHAREGPT = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
 
-def _written(place: Place, folder: Path, program: Sequence[str], options: Mapping[str, object]) -> list[str]:
-    """A command whose options are in a file. JSON is YAML, too."""
-    (folder / "job.yaml").write_text(json.dumps(options, indent=1))
-    return [*program, "job.yaml"]
-
-
 def _llamafactory(stage: str, data: str, **more: object) -> Command:
     def command(place: Place, folder: Path) -> list[str]:
         columns: dict[str, str] = {"messages": "messages"}
@@ -202,7 +186,7 @@ def _llamafactory(stage: str, data: str, **more: object) -> Command:
             "logging_steps": 1, "save_steps": HALF, "learning_rate": 1e-3, "seed": place.seed, "report_to": "none",
             "resume_from_checkpoint": place.resume or None, "infer_dtype": "float32", "disable_gradient_checkpointing": True, "preprocessing_num_workers": 1, **more,
         }  # fmt: skip
-        return _written(place, folder, ("llamafactory-cli", "train"), options)
+        return _written(folder, ("llamafactory-cli", "train"), options)
 
     return command
 
@@ -235,7 +219,7 @@ def _axolotl(data: str, **more: object) -> Command:
             "bf16": False, "fp16": False, "tf32": False, "seed": place.seed, "flash_attention": False, "val_set_size": 0,
             "dataset_num_proc": 1, "special_tokens": {"pad_token": "<|im_end|>"}, **more,
         }  # fmt: skip
-        return _written(place, folder, ("axolotl", "train"), options)
+        return _written(folder, ("axolotl", "train"), options)
 
     return command
 
@@ -277,9 +261,7 @@ def _swift(method: Sequence[str], data: str, *more: str) -> Command:
             "target_modules": "q_proj", "torch_dtype": "float32", "bf16": False, "fp16": False, "max_length": 64, "seed": place.seed,
             "report_to": "none", "split_dataset_ratio": 0, "dataset_num_proc": 1, "dataloader_num_workers": 0, "gradient_checkpointing": False,
         }  # fmt: skip
-        return [
-            "swift", *method, *(str(word) for name, value in options.items() for word in (f"--{name}", value)), *more,
-        ]  # fmt: skip
+        return ["swift", *method, *_flags(options), *more]
 
     return command
 
