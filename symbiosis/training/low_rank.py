@@ -1,15 +1,20 @@
-"""LoRA of several runs at one layer, by segments of rows.
+"""LoRA of several runs at layers that are given the same rows, by segments of rows.
 
     y += s (x Aᵀ) Bᵀ        dB += s gᵀ (x Aᵀ)        dA += s (g B)ᵀ x        dx += s (g B) A
 
 Products are made in the dtype of the rows, as PEFT's layers make them under autocast. Gradients are added to those of the runs' parameters, in their
-dtype, in the backward pass itself: no node and no tensor for each matrix of each run.
+dtype, in the backward pass itself: no node and no tensor for each matrix of each run. On a GPU a few kernels do so for all segments
+(`symbiosis/kernels/gpu/trained_rows.py`).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from symbiosis.kernels import with_triton
 
 
 class LowRank(NamedTuple):
@@ -21,45 +26,125 @@ class LowRank(NamedTuple):
 
 
 class LowRankSegment(NamedTuple):
-    """The rows of one run at a layer."""
+    """Rows of one run, and its matrices by the names of layers."""
 
     rows: slice
-    matrices: LowRank
+    matrices: dict[str, LowRank]
 
 
-def adapt(y: Tensor, x: Tensor, anchor: Tensor, segments: list[LowRankSegment]) -> Tensor:
-    """Return what the adapters make of the base's product `y` of `x`, in the memory of `y`. `anchor` requires a gradient, so that the first layer
-    has a backward pass, too."""
-    return _Adapt.apply(y, x, anchor, segments)  # type: ignore[no-any-return, no-untyped-call]
+@dataclass
+class ActingRuns:
+    """Which adapters act on which rows of the pass under way: told by tables on the device, or one by one."""
+
+    segments: Sequence[LowRankSegment] = ()
+    tables: Any = None
+    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+
+    @property
+    def any(self) -> bool:
+        return bool(self.segments) or self.tables is not None
 
 
-class _Adapt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, segments: list[LowRankSegment]) -> Tensor:
-        y_TN, x_TK = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+class SharedRows:
+    """Linear layers that are given the same rows (q, k and v; gate and up): the base's products of all of them, and what adapters add. When the first
+    is called, all are computed; the others take theirs when they are called."""
+
+    def __init__(self, number: int, names: Sequence[str], modules: Sequence[nn.Module], acting: ActingRuns) -> None:
+        self.number, self.names, self._acting = number, list(names), acting
+        self._bases = [module.forward for module in modules]
+        plain: list[Any] = [m for m in modules if type(m) is nn.Linear and m.bias is None]
+        self._weights = [module.weight for module in plain]
+        self._given: Tensor | None = None
+        self._ready: list[Tensor] = []
+        for member, module in enumerate(modules):
+            module.forward = self._taking(member)  # type: ignore[method-assign]
+
+    def _taking(self, member: int) -> Any:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # what autograd records here is its own
+        def forward(x: Tensor) -> Tensor:
+            if self._given is not x:
+                self._ready, self._given = self._products(x), x
+            y = self._ready[member]
+            if member == len(self.names) - 1:
+                self._given, self._ready = None, []
+            return y
+
+        return forward
+
+    def _products(self, x: Tensor) -> list[Tensor]:
+        if not self._acting.any:
+            return [base(x) for base in self._bases]
+        recorded = torch.is_grad_enabled()
+        return list(_Adapted.apply(x, self._acting.anchor.to(x.device), self, recorded))  # type: ignore[no-untyped-call]
+
+    def base_products(self, x: Tensor) -> list[Tensor]:
+        return [base(x) for base in self._bases]
+
+    def gradient_of_rows(self, x: Tensor, ys: Sequence[Tensor], dys: Sequence[Tensor]) -> Tensor:
+        """Return the gradient of the rows by the base's products."""
+        if len(self._weights) < len(ys):
+            return torch.autograd.grad(ys, x, dys)[0]
+        first, *others = zip(dys, self._weights, strict=True)
+        dx = (first[0] @ first[1]).view(-1, x.shape[-1])
+        for dy, weight in others:
+            dx.addmm_(dy.reshape(-1, dy.shape[-1]), weight)
+        return dx.view(x.shape)
+
+    def adapt_(self, ys: Sequence[Tensor], x_TK: Tensor) -> Any:
+        """Add to the products what the adapters make of the rows. Returns what the gradients need."""
+        if self._acting.tables is not None:
+            return _kernels().adapt_(ys, x_TK, self._acting.tables, self.number)
         lows = []
-        for rows, (a, b, scale) in segments:
-            low_TR = x_TK[rows] @ a.to(x.dtype).t()
-            y_TN[rows] += (low_TR @ b.to(x.dtype).t()) * scale
-            lows.append(low_TR)
-        ctx.mark_dirty(y)
-        ctx.segments = segments
-        ctx.save_for_backward(x, *lows)
-        return y
+        for y_TN, name in zip(ys, self.names, strict=True):
+            for rows, (a, b, scale) in self._of(name):
+                low_TR = x_TK[rows] @ a.to(x_TK.dtype).t()
+                y_TN[rows] += (low_TR @ b.to(x_TK.dtype).t()) * scale
+                lows.append(low_TR)
+        return lows
+
+    def gradients_(self, dx_TK: Tensor | None, dys: Sequence[Tensor], x_TK: Tensor, kept: Any) -> None:
+        """Add to the gradients of the adapters, and of the rows."""
+        if self._acting.tables is not None:
+            _kernels().gradients_(dx_TK, dys, x_TK, kept, self._acting.tables, self.number)
+            return
+        lows = iter(kept)
+        for dy_TN, name in zip(dys, self.names, strict=True):
+            for rows, (a, b, scale) in self._of(name):
+                g_TN = dy_TN[rows] * scale
+                dlow_TR = g_TN @ b.to(g_TN.dtype)
+                gradient_of(b).add_(g_TN.t() @ next(lows))
+                gradient_of(a).add_(dlow_TR.t() @ x_TK[rows])
+                if dx_TK is not None:
+                    dx_TK[rows] += dlow_TR @ a.to(g_TN.dtype)
+
+    def _of(self, name: str) -> list[tuple[slice, LowRank]]:
+        return [(rows, matrices[name]) for rows, matrices in self._acting.segments if name in matrices]
+
+
+class _Adapted(torch.autograd.Function):
+    """The products of layers that share their rows, with adapters."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, *lows = ctx.saved_tensors
-        dy_TN, x_TK = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx_TK = torch.zeros_like(x_TK) if ctx.needs_input_grad[1] else None
-        for (rows, (a, b, scale)), low_TR in zip(ctx.segments, lows, strict=True):
-            g_TN = dy_TN[rows] * scale
-            dlow_TR = g_TN @ b.to(dy.dtype)
-            gradient_of(b).add_(g_TN.t() @ low_TR)
-            gradient_of(a).add_(dlow_TR.t() @ x_TK[rows])
-            if dx_TK is not None:
-                torch.mm(dlow_TR, a.to(dy.dtype), out=dx_TK[rows])
-        return dy, None if dx_TK is None else dx_TK.view(x.shape), None, None
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, layers: SharedRows, recorded: bool) -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(recorded):
+            leaf = x.detach().requires_grad_(recorded)
+            made = layers.base_products(leaf)
+        ys = [
+            y.detach().contiguous() for y in made
+        ]  # in the memory of what was recorded: a linear layer does not look at it again
+        x_TK = leaf.detach().reshape(-1, x.shape[-1]).contiguous()
+        kept = layers.adapt_([y.view(-1, y.shape[-1]) for y in ys], x_TK)
+        ctx.layers, ctx.leaf, ctx.made, ctx.kept = layers, leaf, made, kept
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        layers, leaf = ctx.layers, ctx.leaf
+        dx = layers.gradient_of_rows(leaf, ctx.made, dys) if ctx.needs_input_grad[0] else None
+        flat = None if dx is None else dx.view(-1, dx.shape[-1])
+        x_TK = leaf.detach().reshape(-1, leaf.shape[-1]).contiguous()
+        layers.gradients_(flat, [dy.reshape(-1, dy.shape[-1]).contiguous() for dy in dys], x_TK, ctx.kept)
+        return dx, None, None, None
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
@@ -67,3 +152,7 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
+
+
+def _kernels() -> Any:
+    return with_triton("gpu.trained_rows")

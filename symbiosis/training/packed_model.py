@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from symbiosis.errors import AdapterError, ConfigError, SymbiosisError
 from symbiosis.offload.logit_check import agree, logits_alone, place_of, probe_tokens, text_config
 from symbiosis.serving.lora.peft_layers import Skeleton
+from symbiosis.serving.runner.shared_inputs import Group, find_groups
 from symbiosis.training.datum import Datum
 from symbiosis.training.losses import slopes
-from symbiosis.training.low_rank import LowRankSegment, adapt
+from symbiosis.training.low_rank import ActingRuns, LowRankSegment, SharedRows
 from symbiosis.training.packing import NAME, PackLayout, packed_as, register
 from symbiosis.training.run_adapter import RunAdapter
 
@@ -62,12 +63,14 @@ class PackedModel:
         self._model = self.skeleton.copy(own_biases=False).eval()
         self._modules = dict(self._model.named_modules())
         self._head = _head_of(self._model)
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._sites: set[str] = set()
+        self._acting = ActingRuns()
+        self._groups: list[SharedRows] = []
+        self._sites: set[str] = set()  # where PEFT's own layers may run
         self._takes_rows: set[str] = set()
         self._layout, self._segments = PackLayout((), True), list[RunSegment]()
         register()
         self.packs = self._prepare()
+        self._beside = {name: each.names for each in self._found_groups() for name in each.names}
 
     def add(self, adapter: RunAdapter) -> None:
         """Let an adapter act at its layers."""
@@ -80,15 +83,22 @@ class PackedModel:
                 raise AdapterError(
                     f"it acts at {name}, which is not given all rows in their order: leave that out of its targets"
                 )
-        for name in adapter.layers.keys() - self._sites:
-            self._sites.add(name)
-            self._modules[name].register_forward_hook(partial(self._adapted, name))
+        own = adapter.layers.keys() - adapter.low_rank.keys() - self._sites
+        for name in own:
+            self._modules[name].register_forward_hook(partial(self._run_layers, name))
+        self._sites |= own
+        for name in adapter.low_rank:
+            if not any(name in group.names for group in self._groups):
+                names = self._beside.get(name, [name])
+                modules = [self._modules[each] for each in names]
+                self._groups.append(SharedRows(len(self._groups), names, modules, self._acting))
 
     def compute(self, works: Sequence[RunWork]) -> None:
         """Find log probabilities and losses, and add to the gradients of the runs' parameters."""
         data = [datum for work in works for datum in work.data]
         self._layout = layout = PackLayout(tuple(map(len, data)), self.packs)
         self._segments = list(_segments(works, layout))
+        self._acting.segments = [LowRankSegment(each.rows, each.adapter.low_rank) for each in self._segments]
         backward = any(work.backward for work in works)
         try:
             with torch.set_grad_enabled(backward), packed_as(layout):
@@ -103,21 +113,16 @@ class PackedModel:
             if backward:
                 hidden.backward(torch.zeros_like(hidden).index_copy(0, rows, head.backward(wanted)))
         finally:
-            self._segments = []
+            self._segments, self._acting.segments = [], ()
 
-    def _adapted(self, name: str, module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor | None:
-        acting = [segment for segment in self._segments if name in segment.adapter.layers]
-        if not acting:
+    def _run_layers(self, name: str, module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor | None:
+        """Run PEFT's layers on the rows of their runs. In a rectangle they are given whole sequences, as they are in a program."""
+        segments = [
+            each for each in self._segments if name in each.adapter.layers and name not in each.adapter.low_rank
+        ]
+        if not segments:
             return None
         x = inputs[0]
-        low = [LowRankSegment(s.rows, s.adapter.low_rank[name]) for s in acting if name in s.adapter.low_rank]
-        if low:
-            y = adapt(y, x, self._anchor.to(y.device), low)
-        others = [segment for segment in acting if name not in segment.adapter.low_rank]
-        return self._run_layers(name, x, y, others) if others else y
-
-    def _run_layers(self, name: str, x: Tensor, y: Tensor, segments: list[RunSegment]) -> Tensor:
-        """Run PEFT's layers on the rows of their runs. In a rectangle they are given whole sequences, as they are in a program."""
         along = int(self._layout.packed and y.dim() == 3)
         by_sequences = not self._layout.packed and y.dim() == 3
         parts, at = [], 0
@@ -177,6 +182,12 @@ class PackedModel:
         raise ConfigError(
             f"{type(self._model).__name__} has other logits when sequences are computed together, packed or padded: wrap it, and train it alone"
         )
+
+    def _found_groups(self) -> list[Group]:
+        layout = PackLayout((len(probe_tokens(self._model)[0]),), self.packs)
+        inputs = layout.inputs([torch.tensor(probe_tokens(self._model)[0])], self.device)
+        with torch.no_grad(), packed_as(layout):
+            return find_groups(self._model, lambda: self._model(**inputs, use_cache=False), self._head)
 
     @contextmanager
     def _finding_layers(self) -> Iterator[None]:

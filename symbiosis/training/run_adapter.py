@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.peft_layers import Skeleton, handing_out, outermost, tap
+from symbiosis.training.flat_parameters import flattened
 from symbiosis.training.low_rank import LowRank
 
 NAME = "default"  # of PEFT's only adapter
@@ -31,12 +32,22 @@ class RunAdapter:
             self.peft = _made(skeleton, config)
             self._drawn = _random_state()
         self.layers = dict(outermost(self.peft.base_model.model))
-        self.parameters = [p for p in self.peft.parameters() if p.requires_grad]
         self._check_all_are_at_layers()
+        trained = {p: name for name, p in self.peft.named_parameters() if p.requires_grad}
+        self.flats = flattened(trained, apart=lambda p: "lora_B" in trained[p])
         self.low_rank = {name: low for name, layer in self.layers.items() if (low := _low_rank(layer))}
         self._draws = any(isinstance(module, nn.Dropout) and module.p for module in self.peft.modules())
         for layer in self.layers.values():
             tap(layer)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained, in the order in which checkpoints number it."""
+        return [parameter for flat in self.flats for parameter in flat.parameters]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return all(flat.values.is_cuda for flat in self.flats)
 
     def run(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """Return what the layer of this name makes of this run's rows, of which the base made `y`."""
@@ -69,7 +80,7 @@ class RunAdapter:
                 raise AdapterError(
                     f"its {name} acts elsewhere than at layers: it cannot be trained together with others"
                 )
-        if not self.parameters:
+        if not any(p.requires_grad for p in self.peft.parameters()):
             raise AdapterError("nothing in it is trainable")
 
     @contextmanager

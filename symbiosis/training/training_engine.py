@@ -220,13 +220,15 @@ def _do(command: Command) -> None:
 @contextmanager
 def _gradients_kept(works: Sequence[RunWork]) -> Iterator[None]:
     """If the block fails, the gradients of these runs are what they were before it."""
-    parameters = [p for work in works if work.backward for p in work.adapter.parameters]
-    before = [None if p.grad is None else p.grad.clone() for p in parameters]
+    flats = [flat for adapter in {w.adapter: None for w in works if w.backward} for flat in adapter.flats]
+    bring_back = [flat.kept() for flat in flats]
     try:
+        for flat in flats:
+            flat.begin_gradients()
         yield
     except BaseException:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
+        for each in bring_back:
+            each()
         raise
 
 

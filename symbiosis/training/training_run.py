@@ -23,7 +23,7 @@ from symbiosis.training.run_adapter import RunAdapter
 
 ADAPTER = "adapter_model.safetensors"
 OPTIMIZER = "optimizer.safetensors"  # beside PEFT's files
-STATE = ("step", "exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Run:
         self._engine, self._adapter = engine, adapter
         self.commands: deque[Command] = deque()  # that wait, in their order; of the engine
         self.tokens = 0  # that it had computed
-        self.optimizer = torch.optim.AdamW(_groups(adapter, lora_plus), lr=0.0)
+        self.optimizer = torch.optim.AdamW(_groups(adapter, lora_plus), lr=0.0, fused=adapter.is_on_gpu)
         self._ratios = [float(group["ratio"]) for group in self.optimizer.param_groups]
 
     @property
@@ -167,20 +167,21 @@ class Run:
         return self._engine.put(self, Command(Future(), work, function))
 
     def _step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, most: float | None) -> float:
-        gradients = [p.grad for p in self._adapter.parameters if p.grad is not None]
-        if not gradients:
+        flats = self._adapter.flats
+        if not any(flat.waits for flat in flats):
             raise ConfigError("there are no gradients to step with: call forward_backward first")
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norm = float(torch.nn.utils.get_total_norm([flat.gradients for flat in flats]))
         try:
             if not norm < float("inf"):
                 raise ConfigError(f"the gradients' norm is {norm}: they are dropped, and nothing has changed")
             if most is not None:
-                torch.nn.utils.clip_grads_with_norm_(self._adapter.parameters, most, torch.tensor(norm))
+                torch.nn.utils.clip_grads_with_norm_([flat.values for flat in flats], most, torch.tensor(norm))
             for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
                 group.update(lr=lr * ratio, betas=betas, eps=eps, weight_decay=decay)
             self.optimizer.step()
         finally:
-            self.optimizer.zero_grad(set_to_none=True)
+            for flat in flats:
+                flat.drop_gradients()
         return norm
 
     def write(self, target: Path) -> None:
@@ -202,13 +203,19 @@ class Run:
             raise
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        states = self.optimizer.state
-        return {
-            f"{number}.{name}": states[parameter][name].detach().cpu().contiguous()
-            for number, parameter in enumerate(self._parameters())
-            if parameter in states
-            for name in STATE
-        }
+        """Return the optimizer's state by the numbers of the parameters."""
+        found: dict[str, Tensor] = {}
+        number = 0
+        for flat in self._adapter.flats:
+            state = self.optimizer.state.get(flat.values, {})
+            parts = {name: flat.parts(state[name].detach().cpu()) for name in MOMENTS if state}
+            for place in range(len(flat.parameters)):
+                for name, values in parts.items():
+                    found[f"{number}.{name}"] = values[place].contiguous()
+                if state:
+                    found[f"{number}.step"] = state["step"].detach().cpu().clone()
+                number += 1
+        return found
 
     def read(self, folder: Path, optimizer: bool = True) -> None:
         """Take over the values of such a folder, with those of the optimizer, or with one that begins anew. To be called by `when_done`."""
@@ -224,23 +231,28 @@ class Run:
     def load_optimizer(self, file: Path) -> None:
         """Go on with the optimizer's state of a checkpoint."""
         tensors = load_file(file)
-        for number, parameter in enumerate(self._parameters()):
-            state = {name: tensors[f"{number}.{name}"] for name in STATE if f"{number}.{name}" in tensors}
-            if state and (len(state) < len(STATE) or state["exp_avg"].shape != parameter.shape):
-                raise AdapterError(f"{file} is of another adapter: its state {number} does not fit")
-            if state:
-                step = state.pop("step")
-                self.optimizer.state[parameter] = {"step": step, **{n: t.to(parameter) for n, t in state.items()}}
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        number = 0
+        for flat in self._adapter.flats:
+            numbers = range(number, number + len(flat.parameters))
+            number = numbers.stop
+            for place, parameter in zip(numbers, flat.parameters, strict=True):
+                shapes = {tensors[name].shape for kind in MOMENTS if (name := f"{place}.{kind}") in tensors}
+                if f"{place}.step" in tensors and shapes != {parameter.shape}:
+                    raise AdapterError(f"{file} is of another adapter: its state {place} does not fit")
+            if all(f"{place}.step" in tensors for place in numbers):
+                moments = {
+                    name: torch.cat([tensors[f"{place}.{name}"].reshape(-1) for place in numbers]) for name in MOMENTS
+                }
+                self.optimizer.state[flat.values] = {
+                    "step": tensors[f"{numbers[0]}.step"].to(flat.values.device),
+                    **{name: moment.to(flat.values) for name, moment in moments.items()},
+                }
 
 
 def _groups(adapter: RunAdapter, lora_plus: float) -> list[dict[str, Any]]:
     """Return what the optimizer steps with one learning rate; that of LoRA's B is `lora_plus` times the others' (LoRA+)."""
-    named = [(name, p) for name, p in adapter.peft.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for name, p in named if ("lora_B" in name) == is_b], "ratio": ratio}
-        for is_b, ratio in ((False, 1.0), (True, lora_plus))
+    names = {id(p): name for name, p in adapter.peft.named_parameters()}
+    return [
+        {"params": [flat.values], "ratio": lora_plus if "lora_B" in names[id(flat.parameters[0])] else 1.0}
+        for flat in adapter.flats
     ]
-    return [group for group in groups if group["params"]]

@@ -69,7 +69,7 @@ ALLOWED = {
     "client": {*ROOT, "client", "kernels", "transport"},
     "executor": {*ROOT, "executor", "kernels", "transport"},
     "run": {*ROOT, "client", "kernels", "run", "transport"},
-    "training": {*ROOT, "client", "offload", "serving", "symbiosis", "training"},
+    "training": {*ROOT, "client", "kernels", "offload", "serving", "symbiosis", "training"},
     "serving": {*ROOT, "client", "kernels", "offload", "serving", "symbiosis", "transport"},
     "server": {*ROOT, "__version__", "executor", "server", "serving", "symbiosis"},
     "cluster": {*ROOT, "__version__", "cluster", "executor", "server", "serving"},

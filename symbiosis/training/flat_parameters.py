@@ -1,0 +1,70 @@
+"""Parameters of a run that lie one behind the other, and so do their gradients: whatever is done with all of them is done once."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class FlatParameters:
+    """Parameters of one dtype on one device. They stay the same objects; their values and gradients become parts of `values` and `gradients`.
+
+    >>> a, b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.zeros(3))
+    >>> flat = FlatParameters([a, b])
+    >>> flat.begin_gradients(); a.grad += 5; flat.gradients.tolist()
+    [5.0, 5.0, 5.0, 5.0, 0.0, 0.0, 0.0]
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        joined = torch.cat([p.detach().reshape(-1) for p in self.parameters])
+        self.values = nn.Parameter(joined, requires_grad=True)
+        self.gradients = torch.zeros_like(joined)
+        for parameter, part in zip(self.parameters, self.parts(joined), strict=True):
+            parameter.data = part
+            parameter.grad = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are gradients that wait for a step."""
+        return any(p.grad is not None for p in self.parameters[:1])
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Return what belongs to each parameter of something that lies as they do."""
+        sizes = [p.numel() for p in self.parameters]
+        return [part.view(p.shape) for part, p in zip(flat.split(sizes), self.parameters, strict=True)]
+
+    def begin_gradients(self) -> None:
+        """Have gradients of zero, unless there are some already."""
+        if not self.waits:
+            self.gradients.zero_()
+            self.set_gradients()
+
+    def set_gradients(self) -> None:
+        for parameter, part in zip(self.parameters, self.parts(self.gradients), strict=True):
+            parameter.grad = part
+        self.values.grad = self.gradients
+
+    def drop_gradients(self) -> None:
+        for parameter in (*self.parameters, self.values):
+            parameter.grad = None
+
+    def kept(self) -> Callable[[], None]:
+        """Return what brings back the gradients that there are now."""
+        if not self.waits:
+            return self.drop_gradients
+        before = self.gradients.clone()
+
+        def bring_back() -> None:
+            self.gradients.copy_(before)
+            self.set_gradients()
+
+        return bring_back
+
+
+def flattened(parameters: Iterable[nn.Parameter], apart: Callable[[nn.Parameter], object]) -> list[FlatParameters]:
+    """Lay parameters behind one another, those of other dtypes, devices, or of another answer of `apart` apart."""
+    kinds: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device, apart(parameter)), []).append(parameter)
+    return [FlatParameters(each) for each in kinds.values()]
