@@ -2,7 +2,8 @@
 
     python scripts/bench_train.py step           # one run on Llama-7B's shapes (16 layers, rank 16 at seven projections)
     python scripts/bench_train.py many           # 8 runs of 2 x 64 and 64 runs of 1 x 128, over one after another
-    python scripts/bench_train.py --quick        # both, fewer steps
+    python scripts/bench_train.py fuse           # an eager program under autocast, with and without `symbiosis.fuse`, wrapped and not
+    python scripts/bench_train.py --quick        # all, fewer steps
     python scripts/bench_train.py --tiny         # on a CPU: a small model, in float32
 
 `products` is the limit: each frozen matrix once forward and once backward for all rows, and nothing else.
@@ -11,10 +12,12 @@
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import _fuse
 import torch
 from _gpu import ATTENTION, MLP, Shape, synchronize
 from peft import LoraConfig, get_peft_model
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.training import Engine
 
+SUITES = ["step", "many", "fuse"]
 RANK = 16
 STEP_BARS = {(4, 1024): 1.30, (2, 512): 1.5}  # over the products
 MANY_BARS = {(8, 2, 64): 2.0, (64, 1, 128): 2.5}  # over one after another
@@ -154,25 +158,30 @@ def many(bench: Bench, loads: Sequence[tuple[int, int, int]], report: Report) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suites", nargs="*", help="step, many; default: both")
+    parser.add_argument("suites", nargs="*", help=f"{', '.join(SUITES)}; default: all")
+    parser.add_argument("--profile", default="", metavar="FILE", help="of `fuse`: where to write what its kernels take")
     parser.add_argument("--quick", action="store_true", help="5 steps of each instead of 20")
     parser.add_argument("--tiny", action="store_true", help="a small model in float32 on the CPU")
     given = parser.parse_args()
     if not given.tiny and not torch.cuda.is_available():
         parser.error("there is no CUDA device: --tiny measures a small model on the CPU")
-    suites = given.suites or ["step", "many"]
-    if unknown := set(suites) - {"step", "many"}:
-        parser.error(f"there is no {', '.join(unknown)}: the suites are step and many")
+    suites = given.suites or SUITES
+    if unknown := set(suites) - set(SUITES):
+        parser.error(f"there is no {', '.join(unknown)}: the suites are {', '.join(SUITES)}")
     steps = 5 if given.quick else 20
     torch.manual_seed(0)
+    shape, device = (Shape(2, 256, 688, 4, 1000), "cpu") if given.tiny else (Shape(layers=16), "cuda")
+    shapes = [(2, 64)] if given.tiny else list(STEP_BARS)
+    loads = [(8, 1, 16)] if given.tiny else list(MANY_BARS)
+    report = Report("bench_train")
+    if "fuse" in suites:
+        with tempfile.TemporaryDirectory() as folder:
+            _fuse.fuse(shape, device, shapes, steps, f"local://{folder}/executor.sock", given.profile, report)
+    if suites == ["fuse"]:
+        return report.finish()
     if given.tiny:
         torch.set_num_threads(1)
-        bench = Bench(Shape(2, 256, 688, 4, 1000), "cpu", torch.float32, steps)
-        shapes, loads = [(2, 64)], [(8, 1, 16)]
-    else:
-        bench = Bench(Shape(layers=16), "cuda", torch.bfloat16, steps)
-        shapes, loads = list(STEP_BARS), list(MANY_BARS)
-    report = Report("bench_train")
+    bench = Bench(shape, device, torch.float32 if given.tiny else torch.bfloat16, steps)
     if "step" in suites:
         step(bench, shapes, report)
     if "many" in suites:

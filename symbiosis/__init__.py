@@ -25,6 +25,8 @@ _WHERE = {
     "Split": "symbiosis.client.privacy.split",
     "SymbiosisCallback": "symbiosis.client.trainer_callback",
     "publish": "symbiosis.serving.lora.publish",
+    "fuse": "symbiosis.training.fused.fuse",
+    "unfuse": "symbiosis.training.fused.fuse",
     "Executor": "symbiosis.executor.embedded",
     "SymbiosisError": "symbiosis.errors",
 }
@@ -38,10 +40,12 @@ __all__ = [
     "SymbiosisError",
     "capture",
     "from_executor",
+    "fuse",
     "offload_cache",
     "publish",
     "report",
     "stats",
+    "unfuse",
     "unwrap",
     "wrap",
 ]
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
     from symbiosis.executor.embedded import Executor
     from symbiosis.offload.cache import offload_cache
     from symbiosis.serving.lora.publish import publish
+    from symbiosis.training.fused.fuse import fuse, unfuse
 
 
 def __getattr__(name: str) -> "Any":

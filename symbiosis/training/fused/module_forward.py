@@ -1,0 +1,44 @@
+"""What stands in a module's instance as its `forward`, and goes back to that of its class."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch._C import _is_tracing, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
+
+
+class ModuleForward:
+    """The `forward` of one module. Can be copied and pickled with it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's class makes of it."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The arguments of the module's class, for which Trainer and `generate` look."""
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+
+def put(forward: ModuleForward) -> None:
+    vars(forward.module)["forward"] = forward
+
+
+def take_back(module: nn.Module) -> None:
+    """Let a module compute by its class again."""
+    if isinstance(vars(module).get("forward"), ModuleForward):
+        del vars(module)["forward"]
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether somebody else has put a `forward` into this module, or ours is there already."""
+    return "forward" in vars(module)
+
+
+def is_watched() -> bool:
+    """Whether a compiler, a tracer or a dispatch mode records torch's operations: then it should see those of the module itself."""
+    return is_compiling() or _is_tracing() or _len_torch_dispatch_stack() > 0
