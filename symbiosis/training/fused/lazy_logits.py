@@ -16,7 +16,7 @@ MOST_STEPS = 8  # more belong to no model
 
 
 @dataclass(frozen=True)
-class Call:
+class NotedCall:
     """An operation of torch on one tensor, that can be done again."""
 
     function: Callable[..., Tensor]
@@ -110,7 +110,7 @@ def _noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogi
     if len(at) != 1 or any(isinstance(one, Tensor) for one in others):
         return None
     logits: LazyLogits = args[at[0]]
-    call = Call(func, args[: at[0]], args[at[0] + 1 :], kwargs)
+    call = NotedCall(func, args[: at[0]], args[at[0] + 1 :], kwargs)
     if logits.whole.exists or len(logits.steps) >= MOST_STEPS:
         return None
     if func in OF_VALUES:
@@ -124,7 +124,7 @@ def _noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogi
     return None
 
 
-def _same_rows(call: Call, logits: LazyLogits) -> Tensor | None:
+def _same_rows(call: NotedCall, logits: LazyLogits) -> Tensor | None:
     """Return the rows of the head's input that a view of the logits shows whole, or None."""
     name, (*_, width) = call.function.__name__, logits.hidden.shape
     if name in ("contiguous", "detach"):

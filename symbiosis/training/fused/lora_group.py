@@ -23,7 +23,7 @@ from symbiosis.training.fused.module_forward import ModuleForward, is_watched
 MISSES_ALLOWED = 3  # so often may layers of a group not be called, until they are computed one by one
 
 
-class Adapter(NamedTuple):
+class LoraMatrices(NamedTuple):
     """What acts at one layer."""
 
     a: nn.Parameter  # [r, K]
@@ -31,7 +31,7 @@ class Adapter(NamedTuple):
     scale: float
 
 
-class Base(NamedTuple):
+class FrozenProduct(NamedTuple):
     """How the frozen product of one layer is made: by a matrix [N, K] and a bias; or it is there already."""
 
     matrix: Tensor | None
@@ -121,7 +121,7 @@ def _is_recorded(x: Tensor) -> bool:
     )
 
 
-def _adapter_of(layer: LoraLinear) -> Adapter | None:
+def _adapter_of(layer: LoraLinear) -> LoraMatrices | None:
     """Return the only adapter that acts at a layer, if it is LoRA and nothing else."""
     if layer.disable_adapters or layer.merged_adapters:
         return None
@@ -136,7 +136,7 @@ def _adapter_of(layer: LoraLinear) -> Adapter | None:
         return None
     if not (a.weight.requires_grad or b.weight.requires_grad):
         return None
-    return Adapter(a.weight, b.weight, layer.scaling[name])  # type: ignore[arg-type]
+    return LoraMatrices(a.weight, b.weight, layer.scaling[name])  # type: ignore[arg-type]
 
 
 def _is_plain(linear: nn.Module) -> bool:
@@ -156,15 +156,15 @@ def _dtype_of_rows(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _base_of(layer: nn.Module, x: Tensor, dtype: torch.dtype) -> Base:
+def _base_of(layer: nn.Module, x: Tensor, dtype: torch.dtype) -> FrozenProduct:
     bias = layer._parameters.get("bias")
     if isinstance(layer, nn.Linear | Conv1D) and not (bias is not None and bias.requires_grad):
         matrix = None if _has_hooks(layer) else _frozen_matrix(layer, x)
         if matrix is not None:
-            return Base(matrix, bias, None)
+            return FrozenProduct(matrix, bias, None)
     y = layer(x).to(dtype)
     can_be_written = y.is_contiguous() and not y._is_view() and not (y.is_leaf and y.requires_grad)
-    return Base(None, None, y if can_be_written else y.clone(memory_format=torch.contiguous_format))
+    return FrozenProduct(None, None, y if can_be_written else y.clone(memory_format=torch.contiguous_format))
 
 
 def _has_hooks(layer: nn.Module) -> bool:
@@ -190,7 +190,7 @@ def _frozen_matrix(layer: nn.Module, x: Tensor) -> Tensor | None:
 class _LoraGroup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dtype: torch.dtype, scale: float, bases: list[Base], *tensors: Any
+        ctx: Any, x: Tensor, dtype: torch.dtype, scale: float, bases: list[FrozenProduct], *tensors: Any
     ) -> tuple[Tensor, ...]:
         count = len(bases)
         a, b = tensors[count : 2 * count], tensors[2 * count :]
