@@ -9,14 +9,27 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close throws away what was not sent, and says so
 CHUNK = 16 << 10
 WAIT_S = 60.0
 SENT_AGAIN_S = 0.2  # after this long Linux takes a packet for lost, on a line as short as this
+
+
+@contextmanager
+def deaf_listener() -> Iterator[str]:
+    """Yield HOST:PORT of what takes no connection and refuses none, as behind a firewall that drops packets."""
+    with socket.socket() as deaf, ExitStack() as stack:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        for _ in range(4):  # the kernel answers no more than it has room for
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(deaf.getsockname())
+        yield "{}:{}".format(*deaf.getsockname())
 
 
 class FaultProxy:

@@ -23,7 +23,7 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.protocol.cluster_state import Member, Told, folder_of, tell
 from symbiosis.serving import Engine
 from symbiosis.serving.engine.engine_loop import Loop
-from tests.fault_proxy import FaultProxy
+from tests.fault_proxy import FaultProxy, deaf_listener
 from tests.serving_api import Api, client, eventually, http_process, is_up, web
 
 FRONT = "from symbiosis.cluster.router.router_process import main; main()"
@@ -134,15 +134,8 @@ def test_streams_of_a_server_that_is_cut_off_go_on_elsewhere(two: Two) -> None:
 
 
 def test_a_server_to_which_nobody_can_connect_is_left_aside(two: Two) -> None:
-    """Its address takes no connection and refuses none, as behind a firewall that drops packets."""
-    with socket.socket() as deaf, ExitStack() as stack:
-        deaf.bind(("127.0.0.1", 0))
-        deaf.listen(0)
-        for _ in range(4):  # the kernel answers no more than it has room for
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(deaf.getsockname())
-        url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+    with deaf_listener() as address:
+        url = f"http://{address}"
         tell_of(two.near.url, url)
         eventually(lambda: two.sees(2, url))
         text = client(two.url).completions.create(**{**LONG, "max_tokens": 20}).choices[0].text

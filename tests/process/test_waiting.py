@@ -17,6 +17,7 @@ from symbiosis.errors import ConfigError, ExecutorUnavailable
 from symbiosis.protocol import Op
 from symbiosis.transport import patience
 from tests.conftest import tiny_llama
+from tests.fault_proxy import deaf_listener
 from tests.processes import WAIT_S, Program, until
 
 SOON_S = 40.0  # far below the patience that a user has by default
@@ -107,6 +108,24 @@ def test_an_executor_that_does_not_come_up_is_given_up_in_time(tmp_path: Path) -
     with pytest.raises(ExecutorUnavailable, match="Start one with"):
         Session(f"local://{tmp_path}/never.sock", wait=0.3).call(Op.ECHO, 0, torch.ones(2))
     assert 0.3 <= time.monotonic() - begun < SOON_S
+
+
+@pytest.mark.parametrize("build", [lambda to, **w: symbiosis.wrap(tiny_llama(), to, **w), symbiosis.from_executor])
+def test_a_host_that_drops_packets_is_given_up_when_the_patience_is_over(build: Callable) -> None:
+    with deaf_listener() as address:
+        begun = time.monotonic()
+        with pytest.raises(ExecutorUnavailable, match="patience=.*waits for longer"):
+            build(f"tcp://{address}", patience=1)
+        assert 1.0 <= time.monotonic() - begun < 3.0
+
+
+def test_a_host_that_drops_packets_leaves_time_for_its_replica(serve: Callable, ids: Tensor) -> None:
+    with deaf_listener() as address:
+        replicas = [f"tcp://{address}", serve(tiny_llama(), listen=["tcp://127.0.0.1:0"]).endpoint]
+        begun = time.monotonic()
+        model = symbiosis.from_executor(replicas, patience=2)
+        assert time.monotonic() - begun < 2.0
+        assert torch.equal(model(ids).logits, tiny_llama()(ids).logits)
 
 
 NEVER_UP = """

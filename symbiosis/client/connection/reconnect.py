@@ -190,7 +190,7 @@ class Reconnecting:
 
     @torch.inference_mode(False)  # tensors that are made here are used in whatever mode calls are made later
     def _connect(self) -> transport.Connection:
-        made = self._connection = self._join() if self._welcome else self._join_first()
+        made = self._connection = self._join(self._waiting) if self._welcome else self._join_first()
         self.stats.reconnects += self._is_reconnect()
         self._welcome = made.welcome
         self.fingerprint = self._welcome.fingerprint
@@ -240,8 +240,9 @@ class Reconnecting:
         """Whether a join that succeeded makes up for a connection that was lost."""
         return self._welcome is not None
 
-    def _join(self) -> transport.Connection:
-        left = self._waiting.left if self._waiting else JOIN_S
+    def _join(self, waiting: Patience | None) -> transport.Connection:
+        """Ask the endpoint in use to let this client in, so that what is left of the wait is enough for the others, too."""
+        left = waiting.left / len(self.endpoints) if waiting else JOIN_S
         try:
             return self._join_within(min(JOIN_S, max(LEAST_JOIN_S, left)))
         except CallError as error:
@@ -270,7 +271,7 @@ class Reconnecting:
         may_come = any(map(transport.may_come_back, self.endpoints))
         try:
             while True:
-                connection, cause = self._ask_each()
+                connection, cause = self._ask_each(waiting if self.wait else None)
                 if connection is not None:
                     return connection
                 waiting.why = str(unavailable(self.endpoints, cause))
@@ -283,12 +284,12 @@ class Reconnecting:
             waiting.end(self.endpoint if connection else None)
             self._refusing.clear()
 
-    def _ask_each(self) -> tuple[transport.Connection | None, Exception]:
+    def _ask_each(self, waiting: Patience | None) -> tuple[transport.Connection | None, Exception]:
         """Return a connection to the first executor that admits us, or the reason why none does."""
         cause: Exception = ConnectionLost("nobody was asked")
         for _ in self.endpoints:
             try:
-                return self._join(), cause
+                return self._join(waiting), cause
             except (ConnectionLost, CallError) as error:
                 if not is_away(error):
                     raise
