@@ -119,10 +119,12 @@ def _free_ended() -> None:
 
 
 class Captured:
-    """What `capture` returns. It is called like the function, which may draw random numbers unless `draws` is False."""
+    """What `capture` returns. It is called like the function, which may draw random numbers unless `draws` is False.
 
-    def __init__(self, function: Callable[..., Any], max_graphs: int, *, draws: bool = True) -> None:
-        self._function, self._max_graphs, self._draws = function, max_graphs, draws
+    Graphs of one `pool` use the same memory, one after another; what one returns is its own."""
+
+    def __init__(self, function: Callable[..., Any], max_graphs: int, *, draws: bool = True, pool: Any = None) -> None:
+        self._function, self._max_graphs, self._draws, self._pool = function, max_graphs, draws, pool
         self._graphs: OrderedDict[Any, Graph] = OrderedDict()
         self._warming: OrderedDict[Any, list[WarmUp]] = OrderedDict()  # for keys without a graph
         self._in_vain = 0  # how many of these keys were forgotten
@@ -157,6 +159,11 @@ class Captured:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end((kind, chosen))
         return graph.replay(given)
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs there are."""
+        return len(self._graphs)
 
     def _what_is_asked(self, kind: Any) -> dict[int, tuple[bool, bool]]:
         asked = self._asked.setdefault(kind, {})
@@ -235,7 +242,7 @@ class Captured:
                 torch.cuda.empty_cache()  # as much as can be had for the graph
                 graph = captured(
                     lambda: results.append(tree_map(_owned, self._function(*arguments, **named))),
-                    pool or torch.cuda.graph_pool_handle(),
+                    pool or self._pool or torch.cuda.graph_pool_handle(),
                     draws=self._draws,
                 )
         except CaptureError:

@@ -5,24 +5,32 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+ALIGNED = 16  # numbers: each parameter begins at such a place
+
 
 class FlatParameters:
     """Parameters of one dtype on one device. They stay the same objects; their values and gradients become parts of `values` and `gradients`.
 
     >>> a, b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.zeros(3))
     >>> flat = FlatParameters([a, b])
-    >>> flat.begin_gradients(); a.grad += 5; flat.gradients.tolist()
-    [5.0, 5.0, 5.0, 5.0, 0.0, 0.0, 0.0]
+    >>> flat.begin_gradients(); a.grad += 5
+    >>> [part.tolist() for part in flat.parts(flat.gradients)]
+    [[[5.0, 5.0], [5.0, 5.0]], [0.0, 0.0, 0.0]]
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        joined = torch.cat([p.detach().reshape(-1) for p in self.parameters])
-        self.values = nn.Parameter(joined, requires_grad=True)
-        self.gradients = torch.zeros_like(joined)
-        for parameter, part in zip(self.parameters, self.parts(joined), strict=True):
-            parameter.data = part
-            parameter.grad = None
+        rooms = [-(-p.numel() // ALIGNED) * ALIGNED for p in self.parameters]
+        self._begins = [0, *torch.tensor(rooms).cumsum(0).tolist()]
+        first = self.parameters[0]
+        values, self.gradients = (
+            torch.zeros(self._begins[-1], dtype=first.dtype, device=first.device) for _ in range(2)
+        )
+        for parameter, part in zip(self.parameters, self.parts(values), strict=True):
+            part.copy_(parameter.detach())
+            parameter.data, parameter.grad = part, None
+        self.values = nn.Parameter(values)
+        self._gradients = self.parts(self.gradients)
 
     @property
     def waits(self) -> bool:
@@ -31,8 +39,7 @@ class FlatParameters:
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Return what belongs to each parameter of something that lies as they do."""
-        sizes = [p.numel() for p in self.parameters]
-        return [part.view(p.shape) for part, p in zip(flat.split(sizes), self.parameters, strict=True)]
+        return [flat[at : at + p.numel()].view(p.shape) for at, p in zip(self._begins, self.parameters, strict=False)]
 
     def begin_gradients(self) -> None:
         """Have gradients of zero, unless there are some already."""
@@ -41,7 +48,7 @@ class FlatParameters:
             self.set_gradients()
 
     def set_gradients(self) -> None:
-        for parameter, part in zip(self.parameters, self.parts(self.gradients), strict=True):
+        for parameter, part in zip(self.parameters, self._gradients, strict=True):
             parameter.grad = part
         self.values.grad = self.gradients
 

@@ -8,7 +8,7 @@ dtype, in the backward pass itself: no node and no tensor for each matrix of eac
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,13 +36,10 @@ class LowRankSegment(NamedTuple):
 class ActingRuns:
     """Which adapters act on which rows of the pass under way: told by tables on the device, or one by one."""
 
+    anchor: Tensor  # requires a gradient, so that the first layer has a backward pass, too
     segments: Sequence[LowRankSegment] = ()
     tables: Any = None
-    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
-
-    @property
-    def any(self) -> bool:
-        return bool(self.segments) or self.tables is not None
+    groups: frozenset[int] = frozenset()  # of layers, where any of them acts
 
 
 class SharedRows:
@@ -72,8 +69,8 @@ class SharedRows:
         return forward
 
     def _products(self, x: Tensor) -> list[Tensor]:
-        if not self._acting.any:
-            return [base(x) for base in self._bases]
+        if self.number not in self._acting.groups:
+            return self.base_products(x)
         recorded = torch.is_grad_enabled()
         return list(_Adapted.apply(x, self._acting.anchor.to(x.device), self, recorded))  # type: ignore[no-untyped-call]
 

@@ -1,8 +1,8 @@
 """A causal language model that trains adapters of several runs in one pass, forward and backward, over frozen weights."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,37 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.errors import AdapterError, ConfigError, SymbiosisError
+from symbiosis.kernels import with_triton
 from symbiosis.offload.logit_check import agree, logits_alone, place_of, probe_tokens, text_config
 from symbiosis.serving.lora.peft_layers import Skeleton
+from symbiosis.serving.runner.compiled_layers import compile_layers
 from symbiosis.serving.runner.shared_inputs import Group, find_groups
+from symbiosis.training.captured_pass import CapturedPass, PassTables, acting_groups
 from symbiosis.training.datum import Datum
 from symbiosis.training.losses import slopes
 from symbiosis.training.low_rank import ActingRuns, LowRankSegment, SharedRows
-from symbiosis.training.packing import NAME, PackLayout, packed_as, register
+from symbiosis.training.packing import NAME, CannotPack, Layout, PackLayout, TableLayout, packed_as, register
+from symbiosis.training.row_losses import losses_and_slopes
 from symbiosis.training.run_adapter import RunAdapter
+from symbiosis.training.run_work import RunWork
 
-LOGITS_BYTES = 1 << 28  # of float32 that are there at once
-
-
-@dataclass(eq=False)
-class RunWork:
-    """What one run is to compute in a pass: sequences, and their loss; or the derivatives of a loss that is known already. `found` are the log
-    probabilities of all targets, then."""
-
-    adapter: RunAdapter
-    data: list[Datum]
-    kind: str = "cross_entropy"
-    config: Mapping[str, float] = field(default_factory=dict)
-    backward: bool = True
-    given: list[Tensor] | None = None  # derivatives by the log probabilities
-    whole: "RunWork | None" = None  # of which this is a part
-    found: list[Tensor] = field(default_factory=list)
-    loss: float = 0.0
-
-    def part(self, first: int, end: int) -> "RunWork":
-        """Return the work for some of the sequences."""
-        given = None if self.given is None else self.given[first:end]
-        return replace(self, data=self.data[first:end], given=given, whole=self, found=[], loss=0.0)
+LOGITS_BYTES = 1 << 28  # that are there at once
+HEAD_SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping"
 
 
 @dataclass(frozen=True)
@@ -55,7 +40,7 @@ class RunSegment:
 class PackedModel:
     """`model` stays as it is: what is changed is a copy that shares its weights."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compiled: bool) -> None:
         self.device, self.dtype = place_of(model)
         self.vocabulary: int = text_config(model).vocab_size
         self.longest: int = getattr(text_config(model), "max_position_embeddings", None) or 1 << 30
@@ -63,14 +48,22 @@ class PackedModel:
         self._model = self.skeleton.copy(own_biases=False).eval()
         self._modules = dict(self._model.named_modules())
         self._head = _head_of(self._model)
-        self._acting = ActingRuns()
+        self._is_plain_head = not any(getattr(text_config(model), name, None) for name in HEAD_SCALES)
+        self._acting = ActingRuns(torch.zeros((), device=self.device, requires_grad=True))
         self._groups: list[SharedRows] = []
         self._sites: set[str] = set()  # where PEFT's own layers may run
         self._takes_rows: set[str] = set()
-        self._layout, self._segments = PackLayout((), True), list[RunSegment]()
+        self._layout: Layout = PackLayout((), True)
+        self._segments = list[RunSegment]()
         register()
         self.packs = self._prepare()
-        self._beside = {name: each.names for each in self._found_groups() for name in each.names}
+        found = [group.names for group in self._found_groups() if not group.is_head]
+        self._captured = CapturedPass(self._tabled, self.device) if self._can_be_captured() else None
+        for names in found:
+            self._share(names)
+        self._usual = tuple(self._groups)  # which compiled code knows
+        if self._captured is not None and compiled:
+            compile_layers(self._model, text_config(model).num_hidden_layers)
 
     def add(self, adapter: RunAdapter) -> None:
         """Let an adapter act at its layers."""
@@ -89,16 +82,29 @@ class PackedModel:
         self._sites |= own
         for name in adapter.low_rank:
             if not any(name in group.names for group in self._groups):
-                names = self._beside.get(name, [name])
-                modules = [self._modules[each] for each in names]
-                self._groups.append(SharedRows(len(self._groups), names, modules, self._acting))
+                self._share([name])
+
+    def _share(self, names: Sequence[str]) -> None:
+        modules = [self._modules[name] for name in names]
+        self._groups.append(SharedRows(len(self._groups), names, modules, self._acting))
 
     def compute(self, works: Sequence[RunWork]) -> None:
         """Find log probabilities and losses, and add to the gradients of the runs' parameters."""
+        if (
+            (graphs := self._captured) is not None
+            and graphs.fits(works, self._usual)
+            and graphs.compute(works, self._usual)
+        ):
+            return
+        with torch.compiler.set_stance("force_eager"):  # compiled code does not see hooks
+            self._compute(works)
+
+    def _compute(self, works: Sequence[RunWork]) -> None:
         data = [datum for work in works for datum in work.data]
         self._layout = layout = PackLayout(tuple(map(len, data)), self.packs)
         self._segments = list(_segments(works, layout))
         self._acting.segments = [LowRankSegment(each.rows, each.adapter.low_rank) for each in self._segments]
+        self._acting.groups = acting_groups([work.adapter for work in works], self._groups)
         backward = any(work.backward for work in works)
         try:
             with torch.set_grad_enabled(backward), packed_as(layout):
@@ -113,7 +119,66 @@ class PackedModel:
             if backward:
                 hidden.backward(torch.zeros_like(hidden).index_copy(0, rows, head.backward(wanted)))
         finally:
-            self._segments, self._acting.segments = [], ()
+            self._segments, self._acting.segments, self._acting.groups = [], (), frozenset()
+
+    def _tabled(self, *given: Any) -> Tensor:
+        """Compute the pass that tables describe; this is captured. Returns log probabilities and losses, [2, rows]."""
+        tables = PassTables(*given)
+        self._layout = TableLayout(len(tables.ids), tables.begins, tables.longest)
+        self._acting.tables = with_triton("gpu.trained_rows").RowTables(
+            tables.tiles, tables.segments, tables.records, tables.ranks
+        )
+        self._acting.groups = tables.groups
+        try:
+            with torch.set_grad_enabled(tables.backward), packed_as(self._layout):
+                hidden = self._hidden({"input_ids": tables.ids[None], "position_ids": tables.positions[None]})
+            found, gradient = self._head_rows(hidden.detach(), tables)
+            if tables.backward:
+                hidden.backward(gradient)
+        finally:
+            self._acting.tables, self._acting.groups = None, frozenset()
+        return found
+
+    def _head_rows(self, hidden: Tensor, tables: PassTables) -> tuple[Tensor, Tensor]:
+        """Return log probabilities and losses of the rows, and the gradient of what the head was given, in pieces whose logits fit into memory."""
+        most = max(1, LOGITS_BYTES // (2 * self.vocabulary))
+        count = -(-len(hidden) // most)
+        found, gradients = list[Tensor](), list[Tensor]()
+        for x, targets, kinds, numbers in zip(
+            hidden.chunk(count),
+            tables.targets.chunk(count),
+            tables.kinds.chunk(count),
+            tables.numbers.chunk(count, 1),
+            strict=True,
+        ):
+            leaf = x.requires_grad_(tables.backward)
+            with torch.set_grad_enabled(tables.backward):
+                logits = self._head(leaf[None])[0] if self._is_plain_head else self._logits(leaf)
+            values = logits.detach().contiguous()
+            logprobs, totals = _head_kernels().find(values, targets)
+            losses, slopes = losses_and_slopes(logprobs, kinds, numbers)
+            found.append(torch.stack([logprobs, losses]))
+            if tables.backward:
+                _head_kernels().differentiate_(values, targets, totals, slopes)
+                gradients += torch.autograd.grad(logits, leaf, values)
+        return torch.cat(found, 1), torch.cat(gradients) if gradients else hidden
+
+    def _can_be_captured(self) -> bool:
+        """Whether tables alone can tell this model's attention who sees whom."""
+        if self.device.type != "cuda" or not self.packs or with_triton("gpu.trained_rows") is None:
+            return False
+        texts = probe_tokens(self._model)
+        packed = PackLayout(tuple(map(len, texts)), True)
+        begins = torch.tensor([*packed.firsts, packed.rows], dtype=torch.int32, device=self.device)
+        inputs = packed.inputs([torch.tensor(text) for text in texts], self.device)
+        made = []
+        try:
+            for layout in packed, TableLayout(packed.rows, begins, max(packed.lengths)):
+                with torch.no_grad(), packed_as(layout):
+                    made.append(self._logits(self._hidden(inputs)))
+        except CannotPack:
+            return False
+        return agree(made[1], made[0], self.dtype)
 
     def _run_layers(self, name: str, module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor | None:
         """Run PEFT's layers on the rows of their runs. In a rectangle they are given whole sequences, as they are in a program."""
@@ -299,3 +364,7 @@ def _head_of(model: nn.Module) -> nn.Module:
     if not isinstance(head, nn.Module):
         raise ConfigError(f"{type(model).__name__} is no causal language model: load one with AutoModelForCausalLM")
     return head
+
+
+def _head_kernels() -> Any:
+    return with_triton("gpu.token_logprobs")

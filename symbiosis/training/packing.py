@@ -61,15 +61,28 @@ class PackLayout:
             count += 1
 
 
+@dataclass(frozen=True)
+class TableLayout:
+    """Sequences in one row of tokens, of which a table on the device says where each begins: int32 [sequences + 1]."""
+
+    rows: int
+    begins: Tensor
+    longest: int
+    packed: bool = True
+
+
+Layout = PackLayout | TableLayout
+
+
 class _LayoutOfThread(threading.local):
-    layout: PackLayout | None = None
+    layout: Layout | None = None
 
 
 _now = _LayoutOfThread()
 
 
 @contextmanager
-def packed_as(layout: PackLayout) -> Iterator[None]:
+def packed_as(layout: Layout) -> Iterator[None]:
     """In the block, models of this thread attend within the sequences of a layout."""
     _now.layout = layout
     try:
@@ -78,6 +91,7 @@ def packed_as(layout: PackLayout) -> Iterator[None]:
         _now.layout = None
 
 
+@torch.compiler.disable
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -102,6 +116,10 @@ def _attention(
     if len(query) != 1 or query.shape[2] != layout.rows or key.shape[2] != layout.rows:
         raise CannotPack(f"its attention is over {tuple(query.shape)}, {tuple(key.shape)}")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(layout, TableLayout):
+        if softcap is not None or s_aux is not None or not _is_for_flash(query, value):
+            raise CannotPack("its attention is none that a table can be told to")
+        return _attend_by_table(query[0], key[0], value[0], layout, scaling, sliding_window)[None], None
     parts = []
     for first, count, length in layout.blocks():
         q, k, v = (
@@ -111,6 +129,24 @@ def _attention(
         made = _attend(q, k, v, _window(length, sliding_window, q.device), scaling, softcap, s_aux)
         parts.append(made.transpose(1, 2).flatten(0, 1))  # [count * length, heads, size]
     return torch.cat(parts)[None], None
+
+
+def _is_for_flash(query: Tensor, value: Tensor) -> bool:
+    size = query.shape[-1]
+    return query.dtype in (torch.bfloat16, torch.float16) and size == value.shape[-1] and size % 8 == 0 and size <= 256
+
+
+def _attend_by_table(
+    q: Tensor, k: Tensor, v: Tensor, layout: TableLayout, scaling: float, window: int | None
+) -> Tensor:
+    """Causal attention of [heads, rows, size]; the result is [rows, heads, size]."""
+    begins, longest = layout.begins, layout.longest
+    sees = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    rows_first = (x.transpose(0, 1) for x in (q, k, v))
+    made: Tensor = torch.ops.aten._flash_attention_forward(
+        *rows_first, begins, begins, longest, longest, 0.0, True, False, scale=scaling, **sees
+    )[0]
+    return made
 
 
 def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:

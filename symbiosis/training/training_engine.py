@@ -16,8 +16,9 @@ from symbiosis.client.weights.remote_weight import close_sessions
 from symbiosis.errors import AdapterError, ConfigError
 from symbiosis.training.datum import Datum, check_tokens
 from symbiosis.training.losses import Custom, slopes_of_function
-from symbiosis.training.packed_model import PackedModel, RunWork
+from symbiosis.training.packed_model import PackedModel
 from symbiosis.training.run_adapter import RunAdapter
+from symbiosis.training.run_work import RunWork
 from symbiosis.training.training_run import OPTIMIZER, Command, PassResult, Run
 
 LINGER = 0.1  # of what the last pass took: so long a pass waits for runs that were in it
@@ -30,6 +31,7 @@ class TrainingEngine:
         model: A causal language model of transformers, wrapped or not, which is not changed; or the endpoint of an executor.
         max_tokens: Of one pass. Larger batches are computed in several, with the same result.
         wait: How long an executor may take to come up, in seconds; None: as long as it may be away later.
+        compiled: Compile what lies between products by torch.compile, on a GPU. The first pass takes a minute, then, and those after it are faster.
 
     >>> import symbiosis
     >>> with symbiosis.Executor("demo") as executor, symbiosis.training.Engine(executor.endpoint) as engine:
@@ -37,11 +39,13 @@ class TrainingEngine:
     True
     """
 
-    def __init__(self, model: nn.Module | str, *, max_tokens: int = 8192, wait: float | None = None) -> None:
+    def __init__(
+        self, model: nn.Module | str, *, max_tokens: int = 8192, wait: float | None = None, compiled: bool = False
+    ) -> None:
         if max_tokens < 1:
             raise ConfigError(f"max_tokens is positive, not {max_tokens}")
         self._own_model = built(model, {"wait": wait}, priority="train") if isinstance(model, str) else None
-        self._model = PackedModel(model if isinstance(model, nn.Module) else self._own_model)  # type: ignore[arg-type]
+        self._model = PackedModel(model if isinstance(model, nn.Module) else self._own_model, compiled)  # type: ignore[arg-type]
         self._most = max_tokens
         self._runs: list[Run] = []
         self._last: list[Run] = []  # of the last pass

@@ -18,8 +18,8 @@ from torch import Tensor
 from symbiosis.errors import AdapterError, ConfigError
 from symbiosis.training.datum import Datum, sequences
 from symbiosis.training.losses import Custom, check_loss
-from symbiosis.training.packed_model import RunWork
 from symbiosis.training.run_adapter import RunAdapter
+from symbiosis.training.run_work import RunWork
 
 ADAPTER = "adapter_model.safetensors"
 OPTIMIZER = "optimizer.safetensors"  # beside PEFT's files

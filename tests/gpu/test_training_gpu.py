@@ -1,5 +1,6 @@
 """The engine that trains, on a GPU: as PEFT alone, over its own weights and over those of an executor."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,40 @@ def test_it_is_where_the_executor_is(processes: Any, tmp_path: Path) -> None:
     with Engine(Served(processes, tmp_path).endpoint) as engine:
         run = engine.create(lora())
         assert next(p for p in run.model.parameters() if p.requires_grad).is_cuda
+
+
+def test_captured_passes_are_as_alone() -> None:
+    """From the third pass of its size on a pass is one graph, whatever runs, lengths and losses are in it."""
+    model = tiny_llama().to("cuda", torch.bfloat16)
+    configs = [lora(), lora(r=20, lora_alpha=3, target_modules=["q_proj", "down_proj"]), lora(r=9)]
+    with Engine(model) as engine:
+        for count, lengths in ((1, [(2, 13)]), (3, [(2, 7), (1, 12), (3, 5)]), (2, [(1, 9), (1, 25)])):
+            for round in range(4):
+                runs = [engine.create(config, seed=number) for number, config in enumerate(configs[:count])]
+                batches = [batch(10 * round + number, *shape) for number, shape in enumerate(lengths)]
+                go = held(engine)
+                results = [run.forward_backward(one) for run, one in zip(runs, batches, strict=True)]
+                go.set()
+                for number, (run, result) in enumerate(zip(runs, results, strict=True)):
+                    loss, gradients = alone(configs[number], number, batches[number], torch.bfloat16)
+                    assert result.result(120).joined == count
+                    assert result.result().loss == pytest.approx(loss, rel=3e-2)
+                    found = [p.grad.clone() for p in run.model.parameters() if p.grad is not None]
+                    assert off(found, gradients) < 5e-2, (count, round, number)
+                for run in runs:
+                    run.close()
+        assert engine._model._captured is not None and engine._model._captured.graphs >= 3
+
+
+def held(engine: Engine) -> threading.Event:
+    """Have the engine wait, so that what is put meanwhile is computed at once."""
+    go, begun = threading.Event(), threading.Event()
+    holder = engine.create(lora())
+
+    def wait() -> None:
+        begun.set()
+        assert go.wait(60)
+
+    holder._do(wait)
+    assert begun.wait(60)
+    return go

@@ -22,11 +22,24 @@ from torch import Tensor
 
 from symbiosis.kernels.gpu.records import MOST_MEMBERS
 
-TILE = 64  # rows of one program
 WORDS = 6  # of a record
 MEMBERS = MOST_MEMBERS
+TILE = 64  # rows of one program
 SPLIT = 4  # parts of the columns that are summed by programs of their own
+WIDE = 64  # ranks beyond this take half the columns at once
 FLOAT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+class Cut(NamedTuple):
+    """How a launch is divided. Measured."""
+
+    columns: int  # at once
+    warps: int
+    stages: int
+    rows: int = TILE
+
+
+SHRINK, EXPAND, GRADIENT = Cut(128, 4, 3), Cut(128, 4, 2), Cut(32, 4, 3, rows=128)
 
 
 class RowTables(NamedTuple):
@@ -39,11 +52,12 @@ class RowTables(NamedTuple):
 
 
 @triton.jit
-def _chosen(member, p0, p1, p2, p3):  # type: ignore[no-untyped-def]
-    """Return the pointer of this number."""
+def _chosen(member, p0, p1, p2, p3, FLOAT: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the pointer of this number. What is not said about it is unknown then."""
     p = tl.where(member == 1, p1.to(tl.int64), p0.to(tl.int64))
     p = tl.where(member == 2, p2.to(tl.int64), p)
-    return tl.where(member == 3, p3.to(tl.int64), p)
+    p = tl.where(member == 3, p3.to(tl.int64), p).to(tl.pointer_type(FLOAT))
+    return tl.multiple_of(p, 16) if ALIGNED else p
 
 
 @triton.jit
@@ -60,14 +74,15 @@ def _scale(record):  # type: ignore[no-untyped-def]
 def _matrix(at, r, c, rank, width, OF_B: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return pointers to elements [r, c] of A, or of the transposed B, and where they are inside."""
     inside = (r < rank) & (c < width)
+    matrix = tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16)
     if OF_B:
-        return at.to(tl.pointer_type(tl.float32)) + c * rank + r, inside
-    return at.to(tl.pointer_type(tl.float32)) + r * width + c, inside
+        return matrix + c * rank + r, inside
+    return matrix + r * width + c, inside
 
 
 @triton.jit
 def _shrink(  # type: ignore[no-untyped-def]
-    x0, x1, x2, x3, w0, w1, w2, w3, parts, tiles, records, segments, rows, FLOAT: tl.constexpr, OF_B: tl.constexpr,
+    x0, x1, x2, x3, w0, w1, w2, w3, parts, tiles, records, segments, rows, FLOAT: tl.constexpr, ALIGNED: tl.constexpr, OF_B: tl.constexpr,
     MEMBERS: tl.constexpr, WORDS: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     member, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -76,7 +91,7 @@ def _shrink(  # type: ignore[no-untyped-def]
     at = tl.load(record + (1 if OF_B else 0))
     if (count > 0) & (at != 0):
         rank, width = tl.load(record + 4).to(tl.int32), _width(member, w0, w1, w2, w3)
-        x = _chosen(member, x0, x1, x2, x3).to(tl.pointer_type(FLOAT))
+        x = _chosen(member, x0, x1, x2, x3, FLOAT, ALIGNED)
         t, r, c = tl.arange(0, TILE), tl.arange(0, RANKS), tl.arange(0, COLUMNS)
         row = (first + t).to(tl.int64)
         each = tl.cdiv(tl.cdiv(width, SPLIT), COLUMNS) * COLUMNS
@@ -107,7 +122,7 @@ def _low(parts, member, rows, row, there, r, MEMBERS: tl.constexpr, RANKS: tl.co
 
 @triton.jit
 def _expand(  # type: ignore[no-untyped-def]
-    y0, y1, y2, y3, w0, w1, w2, w3, parts, low, tiles, records, rows, members, FLOAT: tl.constexpr, OF_B: tl.constexpr,
+    y0, y1, y2, y3, w0, w1, w2, w3, parts, low, tiles, records, rows, members, FLOAT: tl.constexpr, ALIGNED: tl.constexpr, OF_B: tl.constexpr,
     SUM: tl.constexpr, MEMBERS: tl.constexpr, WORDS: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +135,7 @@ def _expand(  # type: ignore[no-untyped-def]
     own = tl.program_id(2)
     width = _width(own, w0, w1, w2, w3)
     if (count > 0) & (block * COLUMNS < width):
-        y = _chosen(own, y0, y1, y2, y3).to(tl.pointer_type(FLOAT)) + row[:, None] * width + columns[None, :]
+        y = _chosen(own, y0, y1, y2, y3, FLOAT, ALIGNED) + row[:, None] * width + columns[None, :]
         inside = there[:, None] & (columns < width)[None, :]
         sums = tl.zeros((TILE, COLUMNS), tl.float32)
         acts = 0
@@ -141,7 +156,7 @@ def _expand(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gradient(  # type: ignore[no-untyped-def]
-    x0, x1, x2, x3, w0, w1, w2, w3, low, of_segment, records, rows, FLOAT: tl.constexpr, OF_B: tl.constexpr, MEMBERS: tl.constexpr,
+    x0, x1, x2, x3, w0, w1, w2, w3, low, of_segment, records, rows, FLOAT: tl.constexpr, ALIGNED: tl.constexpr, OF_B: tl.constexpr, MEMBERS: tl.constexpr,
     WORDS: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add the products of a segment's rows, [columns, rows] [rows, ranks], to the gradient of A or B."""
@@ -152,7 +167,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     at = tl.load(record + (3 if OF_B else 2))
     if (first < end) & (at != 0) & (block * COLUMNS < width):
         rank = tl.load(record + 4).to(tl.int32)
-        x = _chosen(member, x0, x1, x2, x3).to(tl.pointer_type(FLOAT))
+        x = _chosen(member, x0, x1, x2, x3, FLOAT, ALIGNED)
         t, r, columns = tl.arange(0, TILE), tl.arange(0, RANKS), block * COLUMNS + tl.arange(0, COLUMNS)
         sums = tl.zeros((COLUMNS, RANKS), tl.float32)
         for begin in range(first, end, TILE):
@@ -187,31 +202,45 @@ def _shrunk(xs: Sequence[Tensor], tables: RowTables, group: int, of_b: bool) -> 
     rows = len(xs[0])
     parts = xs[0].new_empty(SPLIT, MEMBERS, rows, tables.ranks, dtype=torch.float32)
     _shrink[(len(xs), len(tables.tiles), SPLIT)](
-        *_four(xs), parts, tables.tiles, tables.records[group], len(tables.segments), rows, FLOAT=FLOAT[xs[0].dtype], OF_B=of_b,
-        MEMBERS=MEMBERS, WORDS=WORDS, RANKS=tables.ranks, TILE=TILE, COLUMNS=128 if tables.ranks <= 64 else 64, SPLIT=SPLIT,
-        num_warps=4, num_stages=3,
+        *_four(xs), parts, tables.tiles, tables.records[group], len(tables.segments), rows, TILE=TILE, SPLIT=SPLIT,
+        **_how(xs, tables, of_b, SHRINK),
     )  # fmt: skip
     return parts
 
 
 def _expanded(ys: Sequence[Tensor], parts: Tensor, tables: RowTables, group: int, of_b: bool, add_up: bool) -> Tensor:
-    rows, columns = len(ys[0]), 128 if tables.ranks <= 64 else 64
+    rows, how = len(ys[0]), _how(ys, tables, of_b, EXPAND)
     low = parts.new_empty(MEMBERS, rows, tables.ranks, dtype=ys[0].dtype)
-    blocks = triton.cdiv(max(y.shape[1] for y in ys), columns)
+    blocks = triton.cdiv(max(y.shape[1] for y in ys), how["COLUMNS"])
     _expand[(blocks, len(tables.tiles), 1 if add_up else len(ys))](
-        *_four(ys), parts, low, tables.tiles, tables.records[group], rows, len(ys), FLOAT=FLOAT[ys[0].dtype], OF_B=of_b, SUM=add_up,
-        MEMBERS=MEMBERS, WORDS=WORDS, RANKS=tables.ranks, TILE=TILE, COLUMNS=columns, SPLIT=SPLIT, num_warps=4,
+        *_four(ys), parts, low, tables.tiles, tables.records[group], rows, len(ys), SUM=add_up, TILE=TILE, SPLIT=SPLIT, **how
     )  # fmt: skip
     return low
 
 
 def _outer(xs: Sequence[Tensor], low: Tensor, tables: RowTables, group: int, of_b: bool) -> None:
-    columns = 32
-    blocks = triton.cdiv(max(x.shape[1] for x in xs), columns)
+    how = _how(xs, tables, of_b, GRADIENT)
+    blocks = triton.cdiv(max(x.shape[1] for x in xs), how["COLUMNS"])
     _gradient[(blocks, len(tables.segments), len(xs))](
-        *_four(xs), low, tables.segments, tables.records[group], len(xs[0]), FLOAT=FLOAT[xs[0].dtype], OF_B=of_b, MEMBERS=MEMBERS,
-        WORDS=WORDS, RANKS=tables.ranks, TILE=128 if tables.ranks <= 64 else 32, COLUMNS=columns, num_warps=4, num_stages=3,
+        *_four(xs), low, tables.segments, tables.records[group], len(xs[0]),
+        TILE=GRADIENT.rows if tables.ranks <= WIDE else GRADIENT.rows // 4, **how,
     )  # fmt: skip
+
+
+def _how(xs: Sequence[Tensor], tables: RowTables, of_b: bool, cut: Cut) -> dict[str, Any]:
+    wide = tables.ranks > WIDE
+    columns = cut.columns // 2 if wide and cut.columns > 32 else cut.columns
+    return {
+        "FLOAT": FLOAT[xs[0].dtype],
+        "ALIGNED": all(x.data_ptr() % 16 == 0 and x.shape[1] * x.element_size() % 16 == 0 for x in xs),
+        "OF_B": of_b,
+        "MEMBERS": MEMBERS,
+        "WORDS": WORDS,
+        "RANKS": tables.ranks,
+        "COLUMNS": columns,
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+    }
 
 
 def _four(tensors: Sequence[Tensor]) -> list[Any]:
