@@ -48,6 +48,12 @@ class PlacedAdapter:
     _words: "array[int]" = field(init=False, repr=False, compare=False, default_factory=lambda: array("q"))
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """That of its numbers; None: it has none."""
+        kinds = (self.down, self.up, self.before, self.gain, self.shift)
+        return next((kind[0].values.dtype for kind in kinds if kind), None)
+
+    @property
     def address(self) -> int:
         """The address of this adapter in the layout that the C function reads."""
         if not self._words:
@@ -88,7 +94,12 @@ def add_(y_TN: Tensor, vector: Sequence[MatrixPiece]) -> None:
 
 
 def adapt_(y_TN: Tensor, x_TK: Tensor, placed: PlacedAdapter) -> None:
-    """Apply an adapter to `y = x Wᵀ`, in place."""
+    """Apply an adapter to `y = x Wᵀ`, in place. If its numbers are of a wider dtype, all is computed in that, and the result is rounded."""
+    if (dtype := placed.dtype) not in (None, y_TN.dtype):
+        wide_TN = y_TN.to(dtype)
+        adapt_(wide_TN, x_TK.to(dtype), placed)
+        y_TN.copy_(wide_TN)
+        return
     if placed.gain:
         multiply_(y_TN, placed.gain)
     if placed.shift:

@@ -113,4 +113,5 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     prompt_tokens: int = 0  # with the first output of a request
     cached_tokens: int = 0  # of the prompt, those whose keys and values were there already
     prompt_logprobs: tuple[Token, ...] = ()
+    model_version: int = 0  # of the adapter by which it is computed; 0: the base
     begun: float = 0.0  # with the first output: when it joined the batch, by this host's monotonic clock

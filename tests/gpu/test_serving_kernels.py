@@ -48,7 +48,9 @@ class Pages:
 class Lora:
     """What one adapter does at the layers of a group, and its records."""
 
-    def __init__(self, ranks: list[int], K: int, widths: list[int], pages: Pages, extras: bool) -> None:
+    def __init__(
+        self, ranks: list[int], K: int, widths: list[int], pages: Pages, extras: bool, is_wide: bool = False
+    ) -> None:
         dtype, like = pages.flat.dtype, {"device": DEVICE, "dtype": pages.flat.dtype}
         self.down = [(torch.randn(r, K, device=DEVICE) / K**0.5).to(dtype) for r in ranks]
         self.up = [
@@ -65,7 +67,8 @@ class Lora:
                 where.append(0 if vector is None else 4 + len(rows) + len(behind))
                 behind += [] if vector is None else pages.put(vector)
             records.append([ranks[member], sum(ranks[:member]), *where, *rows, *behind])
-        self.words = [torch.tensor([*record, *[0] * 64], device=DEVICE) for record in records]
+        flag = 1 << 32 if is_wide else 0
+        self.words = [torch.tensor([first + flag, *more, *[0] * 64], device=DEVICE) for first, *more in records]
 
     def adapted(self, y: Tensor, x: Tensor, member: int) -> Tensor:
         y, x = y.double(), x.double()
@@ -81,16 +84,25 @@ class Lora:
 )
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("singly", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
 def test_adapters_of_any_rank_side_by_side(
-    K: int, widths: list[int], page: int, extras: bool, singly: bool, dtype: torch.dtype
+    K: int, widths: list[int], page: int, extras: bool, singly: bool, wide: bool, dtype: torch.dtype
 ) -> None:
+    """`wide`: every other adapter is float32, whatever the rows are."""
+    if wide and dtype == torch.float32:
+        pytest.skip("float32 is as wide as rows are")
     from symbiosis.kernels.gpu.adapter_rows import TILE, Tiles, expand_, parts_of, shrink, tiles_of
 
     torch.manual_seed(K)
     memory = Pages(page, 12 * 1024, dtype)
     members = len(widths)
     ranks = [[1] * members, [3] * members, [7, 16, 2, 0][:members], [65] * members, [0] * members]
-    loras = [Lora(each, K, widths, memory, extras) for each in ranks]
+    floats = Pages(page // 2, 12 * 1024, torch.float32)
+    loras = [
+        Lora(each, K, widths, floats if is_wide else memory, extras, is_wide)
+        for number, each in enumerate(ranks)
+        for is_wide in [wide and number % 2 == 0]
+    ]
     runs = [(0, 1), (1, 20), (21, 2), (23, 1), (26, 17), (50, 0)]  # 24, 25, and what follows, are of nobody
     of = [0, 1, 2, 3, 4, 0]
     rows = 52
@@ -102,7 +114,7 @@ def test_adapters_of_any_rank_side_by_side(
         words[number] = torch.tensor([first, count])
         for entry, record in enumerate(loras[of[run]].words):
             records[1 + entry, number] = record.data_ptr()
-    where = Tiles(words.to(DEVICE), records.to(DEVICE), singly)
+    where = Tiles(words.to(DEVICE), records.to(DEVICE), singly, wide)
     x = torch.randn(rows, K, device=DEVICE).to(dtype)
     ys = [torch.randn(rows, n, device=DEVICE).to(dtype) for n in widths]
     before = [y.clone() for y in ys]
@@ -116,6 +128,8 @@ def test_adapters_of_any_rank_side_by_side(
                 expected[first : first + count], x[first : first + count], member
             )
         assert off(y, expected) < OFF[dtype]
+        if wide:  # of rows 21 and 22, whose adapter is float32, nothing is rounded but the result
+            assert torch.allclose(y[21:23].double(), expected[21:23], rtol=torch.finfo(dtype).eps, atol=1e-4)
         assert torch.equal(y[24:26], before[member][24:26]) and torch.equal(y[43:], before[member][43:])
 
 
@@ -129,6 +143,32 @@ def test_nothing_is_done_without_records() -> None:
     shrink(x, nobody, 2, 0, 64, low)
     expand_([y], nobody, 2, 1, 64, low)
     assert torch.equal(y, before) and not low.any()
+
+
+@pytest.mark.parametrize("to", DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
+def test_matrices_are_gathered_as_by_copies(source: torch.dtype, to: torch.dtype) -> None:
+    from symbiosis.kernels.gpu.gather_matrices import gather
+    from symbiosis.serving.lora.adapter_cache import place
+    from symbiosis.serving.lora.held import copy_pieces
+
+    torch.manual_seed(0)
+    page, matrices = 200, [torch.randn(shape, device=DEVICE).to(source) for shape in [(3, 77), (131, 20), (5, 450)]]
+    matrices[1] = matrices[1].t()
+    scales = [1.0, 1.7, 0.3]
+    count, runs = place([tuple(matrix.shape) for matrix in matrices], page)
+    pieces = [
+        (
+            matrices[run.matrix][run.row :, run.column :].data_ptr(), run.page * page + run.offset, run.rows, run.width,
+            *matrices[run.matrix].stride(),
+        )
+        for run in runs
+    ]  # fmt: skip
+    mine, expected = (torch.zeros(count * page, dtype=to, device=DEVICE) for _ in range(2))
+    factors = torch.tensor([scales[run.matrix] for run in runs], device=DEVICE)
+    gather(torch.tensor(pieces, device=DEVICE), factors, mine, matrices[0])
+    copy_pieces(expected, runs, matrices, scales, page)
+    assert off(mine, expected) < 2 * torch.finfo(to).eps
 
 
 # ---------------------------------------------------------------- attention

@@ -13,6 +13,9 @@ address of each. A row that is longer than a page is in pieces of a page each, w
     expand    rank of the layer, which of the group's is its first, where in the record the addresses of `gain` and of `shift` are (0: none);
               then the addresses of the rows of `up`
 
+The first word of either has `IS_WIDE` added if the adapter's numbers are float32, and the rows' are narrower: such an adapter is multiplied in
+float32, too. A launch that has none (`Tiles.wide`) does not ask.
+
 A record is followed by at least `BEHIND` words that may be read.
 """
 
@@ -62,13 +65,35 @@ def _pointers(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weights(  # type: ignore[no-untyped-def]
-    record, start, ranks, at, columns, inside, chunks, width, FLOAT: tl.constexpr, RANKS: tl.constexpr, CHUNKED: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    record, start, ranks, at, columns, inside, chunks, width, wide, FLOAT: tl.constexpr, RANKS: tl.constexpr, CHUNKED: tl.constexpr,
+    ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Load rows [rows, columns] from number `start` on, of those whose addresses begin at word `at`."""
+    """Load rows [rows, columns] from number `start` on, of those whose addresses begin at word `at`. Where some adapters are `wide`, all are
+    loaded as float32."""
     r = start + tl.arange(0, RANKS)
-    of = _pointers(record, r, ranks, at, columns, chunks, width, FLOAT, CHUNKED, ALIGNED)
-    return tl.load(of, mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
+    mask = (r < ranks)[:, None] & inside[None, :]
+    if WIDE:
+        if wide != 0:
+            of = _pointers(record, r, ranks, at, columns, chunks, width, tl.float32, CHUNKED, False)
+            w = tl.load(of, mask=mask, other=0.0)
+        else:
+            narrow = _pointers(record, r, ranks, at, columns, chunks, width, FLOAT, CHUNKED, ALIGNED)
+            w = tl.load(narrow, mask=mask, other=0.0).to(tl.float32)
+    else:
+        w = tl.load(
+            _pointers(record, r, ranks, at, columns, chunks, width, FLOAT, CHUNKED, ALIGNED), mask=mask, other=0.0
+        )
+    return w
+
+
+@triton.jit
+def _head(record, width, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the rank that a record tells, how many elements a page has for its adapter, and whether that is float32."""
+    word = tl.load(record)
+    wide = (word >> 32).to(tl.int32)
+    if WIDE:
+        width = tl.where(wide != 0, width // 2, width)
+    return word.to(tl.int32), width, wide
 
 
 @triton.jit
@@ -91,7 +116,7 @@ def _member_at(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["entry"])
 def _shrink_one(  # type: ignore[no-untyped-def]
     x, low, tiles, records, entry, most, K, stride, room, width, FLOAT: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
-    COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr,
+    COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Shrink one row, of which each program reads one part of the columns."""
     tile, part = tl.program_id(0), tl.program_id(2)
@@ -99,23 +124,28 @@ def _shrink_one(  # type: ignore[no-untyped-def]
     address = tl.load(records + entry * most + tile)
     if (count > 0) & (address != 0):
         record = address.to(tl.pointer_type(tl.int64))
-        ranks, chunks = tl.load(record).to(tl.int32), tl.cdiv(K, width)
+        ranks, width, wide = _head(record, width, WIDE)
+        chunks = tl.cdiv(K, width)
         columns = part * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < K
         x_K = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
         start, step, r = tl.program_id(1) * RANKS, tl.num_programs(1) * RANKS, tl.arange(0, RANKS)
-        w_RK = _weights(record, start, ranks, HEAD, columns, inside, chunks, width, FLOAT, RANKS, CHUNKED, ALIGNED)
+        w_RK = _weights(
+            record, start, ranks, HEAD, columns, inside, chunks, width, wide, FLOAT, RANKS, CHUNKED, ALIGNED, WIDE
+        )
         to = low + (row * SPLIT + part) * room + r
         tl.store(to + start, tl.sum(w_RK.to(tl.float32) * x_K[None, :], 1), mask=start + r < ranks)
         for more in range(start + step, ranks, step):
-            w_RK = _weights(record, more, ranks, HEAD, columns, inside, chunks, width, FLOAT, RANKS, CHUNKED, ALIGNED)
+            w_RK = _weights(
+                record, more, ranks, HEAD, columns, inside, chunks, width, wide, FLOAT, RANKS, CHUNKED, ALIGNED, WIDE
+            )
             tl.store(to + more, tl.sum(w_RK.to(tl.float32) * x_K[None, :], 1), mask=more + r < ranks)
 
 
 @triton.jit(do_not_specialize=["entry"])
 def _expand_one(  # type: ignore[no-untyped-def]
     y0, y1, y2, y3, N0, N1, N2, N3, low, tiles, records, entry, most, room, width, FLOAT: tl.constexpr, SPLIT: tl.constexpr,
-    PARTS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr,
+    PARTS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Expand one row. PARTS is SPLIT, padded to a power of two. Long for the same reason as `_expand`."""
     tile = tl.program_id(0)
@@ -124,33 +154,32 @@ def _expand_one(  # type: ignore[no-untyped-def]
     address = tl.load(records + (entry + member) * most + tile)
     if (count > 0) & (address != 0):
         record = address.to(tl.pointer_type(tl.int64))
-        ranks, begin = tl.load(record).to(tl.int32), tl.load(record + 1).to(tl.int32)
+        ranks, width, wide = _head(record, width, WIDE)
+        begin = tl.load(record + 1).to(tl.int32)
         gain, shift = tl.load(record + 2), tl.load(record + 3)
         chunks, columns = tl.cdiv(N, width), (tl.program_id(1) - before) * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < N
         to = y.to(tl.pointer_type(FLOAT)) + row * N + columns
         if ALIGNED:
             to = tl.multiple_of(to, 16)
-        w_RN = _weights(record, 0, ranks, HEAD, columns, inside, chunks, width, FLOAT, RANKS, CHUNKED, ALIGNED)
+        w_RN = _weights(
+            record, 0, ranks, HEAD, columns, inside, chunks, width, wide, FLOAT, RANKS, CHUNKED, ALIGNED, WIDE
+        )
         sums = tl.load(to, mask=inside, other=0.0).to(tl.float32)
         part, r = tl.arange(0, PARTS), tl.arange(0, RANKS)
         of = low + ((row * SPLIT + part) * room + begin)[:, None] + r[None, :]
         low_R = tl.sum(tl.load(of, mask=(part < SPLIT)[:, None] & (r < ranks)[None, :], other=0.0), 0)
         if gain != 0:
-            sums *= tl.sum(
-                _weights(record, 0, 1, gain, columns, inside, chunks, width, FLOAT, 1, CHUNKED, ALIGNED).to(tl.float32),
-                0,
-            )
+            by = _weights(record, 0, 1, gain, columns, inside, chunks, width, wide, FLOAT, 1, CHUNKED, ALIGNED, WIDE)
+            sums *= tl.sum(by.to(tl.float32), 0)
         if shift != 0:
-            sums += tl.sum(
-                _weights(record, 0, 1, shift, columns, inside, chunks, width, FLOAT, 1, CHUNKED, ALIGNED).to(
-                    tl.float32
-                ),
-                0,
-            )
+            more = _weights(record, 0, 1, shift, columns, inside, chunks, width, wide, FLOAT, 1, CHUNKED, ALIGNED, WIDE)
+            sums += tl.sum(more.to(tl.float32), 0)
         sums += tl.sum(w_RN.to(tl.float32) * low_R[:, None], 0)
         for start in range(RANKS, ranks, RANKS):
-            w_RN = _weights(record, start, ranks, HEAD, columns, inside, chunks, width, FLOAT, RANKS, CHUNKED, ALIGNED)
+            w_RN = _weights(
+                record, start, ranks, HEAD, columns, inside, chunks, width, wide, FLOAT, RANKS, CHUNKED, ALIGNED, WIDE
+            )
             mask = (part < SPLIT)[:, None] & (start + r < ranks)[None, :]
             low_R = tl.sum(tl.load(of + start, mask=mask, other=0.0), 0)
             sums += tl.sum(w_RN.to(tl.float32) * low_R[:, None], 0)
@@ -160,14 +189,15 @@ def _expand_one(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["entry"])
 def _shrink(  # type: ignore[no-untyped-def]
     x, low, tiles, records, entry, most, K, stride, room, width, FLOAT: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
-    RANKS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr,
+    RANKS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(2)
     first, count = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     address = tl.load(records + entry * most + tile)
     if (count > 0) & (address != 0):
         record = address.to(tl.pointer_type(tl.int64))
-        ranks, chunks = tl.load(record).to(tl.int32), tl.cdiv(K, width)
+        ranks, width, wide = _head(record, width, WIDE)
+        chunks = tl.cdiv(K, width)
         t, k = tl.arange(0, TILE), tl.arange(0, COLUMNS)
         each = tl.cdiv(tl.cdiv(K, SPLIT), COLUMNS) * COLUMNS
         rows = (first + t).to(tl.int64)
@@ -177,14 +207,28 @@ def _shrink(  # type: ignore[no-untyped-def]
             for begin in range(part * each, tl.minimum(K, (part + 1) * each), COLUMNS):
                 columns = begin + k
                 inside = columns < K
-                w = _pointers(record, r, ranks, HEAD, columns, chunks, width, FLOAT, CHUNKED, ALIGNED)
-                w_RK = tl.load(w, mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
+                w_RK = _weights(
+                    record,
+                    start,
+                    ranks,
+                    HEAD,
+                    columns,
+                    inside,
+                    chunks,
+                    width,
+                    wide,
+                    FLOAT,
+                    RANKS,
+                    CHUNKED,
+                    ALIGNED,
+                    WIDE,
+                )
                 x_TK = tl.load(
                     x + rows[:, None] * stride + columns[None, :],
                     mask=(t < count)[:, None] & inside[None, :],
                     other=0.0,
                 )
-                sums = tl.dot(x_TK, w_RK.T, sums, input_precision="ieee")
+                sums = tl.dot(x_TK.to(w_RK.dtype), w_RK.T, sums, input_precision="ieee")
             there = (t < count)[:, None] & (r < ranks)[None, :]
             tl.store(low + ((rows * SPLIT + part) * room)[:, None] + r[None, :], sums, mask=there)
 
@@ -193,7 +237,7 @@ def _shrink(  # type: ignore[no-untyped-def]
 def _expand(  # type: ignore[no-untyped-def]
     y0, y1, y2, y3, N0, N1, N2, N3, low, tiles, records, entry, most, room, width, FLOAT: tl.constexpr, SPLIT: tl.constexpr,
     TILE: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Expand a tile of rows. The layers' records are consecutive entries, from `entry` on. Long: one loop over pointers that it has just
     laid out."""
@@ -203,7 +247,8 @@ def _expand(  # type: ignore[no-untyped-def]
     address = tl.load(records + (entry + member) * most + tile)
     if (count > 0) & (address != 0):
         record = address.to(tl.pointer_type(tl.int64))
-        ranks, begin = tl.load(record).to(tl.int32), tl.load(record + 1).to(tl.int32)
+        ranks, width, wide = _head(record, width, WIDE)
+        begin = tl.load(record + 1).to(tl.int32)
         gain, shift = tl.load(record + 2), tl.load(record + 3)
         t, chunks = tl.arange(0, TILE), tl.cdiv(N, width)
         columns = (block - before) * COLUMNS + tl.arange(0, COLUMNS)
@@ -214,30 +259,24 @@ def _expand(  # type: ignore[no-untyped-def]
             to = tl.multiple_of(to, [16, 16])
         there = (t < count)[:, None] & inside[None, :]
         sums = tl.load(to, mask=there, other=0.0).to(tl.float32)
-        one = tl.arange(0, 1)
         if gain != 0:
-            sums *= tl.load(
-                _pointers(record, one, 1, gain, columns, chunks, width, FLOAT, CHUNKED, ALIGNED),
-                mask=inside[None, :],
-                other=0.0,
-            ).to(tl.float32)
+            by = _weights(record, 0, 1, gain, columns, inside, chunks, width, wide, FLOAT, 1, CHUNKED, ALIGNED, WIDE)
+            sums *= by.to(tl.float32)
         if shift != 0:
-            sums += tl.load(
-                _pointers(record, one, 1, shift, columns, chunks, width, FLOAT, CHUNKED, ALIGNED),
-                mask=inside[None, :],
-                other=0.0,
-            ).to(tl.float32)
+            more = _weights(record, 0, 1, shift, columns, inside, chunks, width, wide, FLOAT, 1, CHUNKED, ALIGNED, WIDE)
+            sums += more.to(tl.float32)
         for start in range(0, ranks, RANKS):
             r = start + tl.arange(0, RANKS)
-            w = _pointers(record, r, ranks, HEAD, columns, chunks, width, FLOAT, CHUNKED, ALIGNED)
-            w_RN = tl.load(w, mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
+            w_RN = _weights(
+                record, start, ranks, HEAD, columns, inside, chunks, width, wide, FLOAT, RANKS, CHUNKED, ALIGNED, WIDE
+            )
             known = (t < count)[:, None] & (r < ranks)[None, :]
             low_TR = tl.zeros((TILE, RANKS), tl.float32)
             for part in range(SPLIT):
                 low_TR += tl.load(
                     low + ((rows * SPLIT + part) * room + begin)[:, None] + r[None, :], mask=known, other=0.0
                 )
-            sums = tl.dot(low_TR.to(FLOAT), w_RN, sums, input_precision="ieee")
+            sums = tl.dot(low_TR.to(w_RN.dtype), w_RN, sums, input_precision="ieee")
         tl.store(to, sums.to(FLOAT), mask=there)
 
 
@@ -263,11 +302,17 @@ def parts_of(width: int) -> int:
 class Tiles(NamedTuple):
     """Which rows of a batch belong to which adapter. `words`, int32 [tiles, 2], has the first row of each tile, and how many rows it has.
     `records`, int64 [entries, tiles], has the address of each tile's record for each entry, or 0 if there is nothing to do. `singly` says
-    that no tile has more than one row."""
+    that no tile has more than one row, `wide` that some adapters may be float32 where the rows are not."""
 
     words: Tensor
     records: Tensor
     singly: bool = False
+    wide: bool = False
+
+
+def _least_page(page: int, tiles: Tiles) -> int:
+    """Return how many elements a page has for those adapters for which it has fewest."""
+    return page // 2 if tiles.wide else page
 
 
 def shrink(x_TK: Tensor, tiles: Tiles, count: int, entry: int, page: int, low: Tensor) -> None:
@@ -277,7 +322,7 @@ def shrink(x_TK: Tensor, tiles: Tiles, count: int, entry: int, page: int, low: T
     aligned = K % ALIGNED == 0 and page % ALIGNED == 0 and x_TK.dtype != torch.float32
     grid = count, min(BLOCKS, triton.cdiv(room, RANKS)), parts
     given = x_TK, low, tiles.words, tiles.records, entry, tiles.records.shape[1], K, x_TK.stride(0), room, page
-    how = SHRINK_HEAD, page < K, aligned
+    how = SHRINK_HEAD, _least_page(page, tiles) < K, aligned, tiles.wide
     if tiles.singly:
         assert parts == parts_of(K)
         cut = SHRINK_ONE
@@ -299,7 +344,7 @@ def expand_(ys: Sequence[Tensor], tiles: Tiles, count: int, entry: int, page: in
     cut, (_, parts, room) = EXPAND_ONE if tiles.singly else EXPAND, low.shape
     grid = count, sum(triton.cdiv(n, cut.columns) for n in widths)
     given = *padded, *widths, low, tiles.words, tiles.records, entry, tiles.records.shape[1], room, page
-    how = RANKS, cut.columns, EXPAND_HEAD, page < max(widths), aligned
+    how = RANKS, cut.columns, EXPAND_HEAD, _least_page(page, tiles) < max(widths), aligned, tiles.wide
     kind = SUPPORTED[ys[0].dtype]
     if tiles.singly:
         _expand_one[grid](*given, kind, parts, triton.next_power_of_2(parts), *how, num_warps=cut.warps)

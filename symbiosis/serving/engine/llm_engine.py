@@ -26,6 +26,7 @@ from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.lora.adapter_cache import AdapterCache
 from symbiosis.serving.lora.adapter_files import MOST_TENSOR_BYTES
 from symbiosis.serving.lora.adapter_kinds import LoadedAdapter
+from symbiosis.serving.lora.publish import of_trainer
 from symbiosis.serving.lora.registry import AdapterRegistry, Looked
 from symbiosis.serving.lora.target_layers import TargetLayers
 from symbiosis.serving.request import Finish, Output, Request
@@ -180,6 +181,30 @@ class Engine:
         added = self._library.add(name, source)
         logger.info("adapter %r: version %d is loaded", name, added.version)
         return added
+
+    def publish(self, name: str, model: Any, adapter: str | None = None) -> int:
+        """Serve what a PEFT model, or a run of `symbiosis.training.Engine`, trains, as it is now; return the version, which answers have as
+        `model_version`. Requests under way keep theirs.
+
+        A LoRA on the engine's device is copied from the trainer's parameters, on that device and in their dtype, to memory of its own. Other kinds go
+        through the host's memory.
+
+        Args:
+            adapter: Which of the model's adapters. Default: the active one.
+
+        >>> import symbiosis
+        >>> from peft import LoraConfig
+        >>> with symbiosis.Executor("demo") as executor, symbiosis.training.Engine(executor.endpoint) as trainer:
+        ...     run = trainer.create(LoraConfig(target_modules=["q_proj"]))
+        ...     with Engine(executor.endpoint, memory=1 << 24) as engine:
+        ...         version = engine.publish("mine", run)
+        ...         answer = engine.generate(list(b"Once upon a time"), adapter="mine", max_tokens=4)
+        >>> answer.model_version == version
+        True
+        """
+        added = of_trainer(model, lambda peft: self._library.publish(name, peft, adapter))
+        logger.info("adapter %r: version %d is published", name, added.version)
+        return added.version
 
     def remove(self, name: str) -> None:
         """Remove an adapter. Requests under way keep it."""

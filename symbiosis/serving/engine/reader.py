@@ -29,6 +29,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish: Finish | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    model_version: int = 0  # of the adapter; 0: the base
 
 
 class TakesRequests(Protocol):
@@ -110,6 +111,7 @@ class Reader:
             finish=finish,
             prompt_tokens=output.prompt_tokens,
             cached_tokens=output.cached_tokens,
+            model_version=output.model_version,
         )
 
     def wait(self) -> Completion:
@@ -129,6 +131,7 @@ class Reader:
             finish=parts[-1].finish,
             prompt_tokens=parts[0].prompt_tokens,
             cached_tokens=parts[0].cached_tokens,
+            model_version=parts[0].model_version,
         )
 
     async def parts(self) -> AsyncIterator[Completion]:

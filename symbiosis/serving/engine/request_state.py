@@ -33,7 +33,9 @@ class RequestState:
     ) -> bool:
         """Hand over an output. Return whether it was taken."""
         first = self.sequences[0]
-        output = Output(request=self.request.id, completion=completion, tokens=tokens, finish=finish, error=error)
+        output = Output(
+            request=self.request.id, completion=completion, tokens=tokens, finish=finish, error=error, model_version=first.version
+        )  # fmt: skip
         if not self.has_told:
             self.has_told = True
             output = msgspec.structs.replace(

@@ -125,6 +125,7 @@ class PageFetcher(Protocol):
     """Copies what `LoadedAdapter.packed` holds to pages of the device, while other work goes on there."""
 
     def fetch(self, packed: Any, pages: list[int]) -> Any: ...
+    def book_of(self, packed: Any) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -232,6 +233,10 @@ class AdapterCache:
             pages = self._put_whole(adapter)
             self._here[adapter.version] = Resident(pages, adapter.bytes, {}, self._turn, adapter=adapter)
             self.fetches += 1
+            return
+        if adapter.held is not None or (adapter.packed is not None and adapter.packed.is_held):
+            book = None if self.fetcher is None or adapter.packed is None else self.fetcher.book_of(adapter.packed)
+            self._here[adapter.version] = Resident([], adapter.bytes, adapter.held or {}, self._turn, book=book)
             return
         pages = self.arena.pool.take(count)
         self.fetches += 1

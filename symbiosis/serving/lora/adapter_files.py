@@ -47,6 +47,7 @@ class AdapterWeights:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     contents: Tensor | None = None  # of the file of the tensors, which are views of it
+    trained: torch.dtype | None = None  # of one that a program publishes: in which it is trained
 
     def place_of(self, tensor: Tensor) -> int | None:
         """Return where in the file a tensor lies, or None if it is no view of the file's contents."""

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.weights.dora import row_norms
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import AdapterError
+from symbiosis.kernels.adapter_rows import PlacedAdapter
 from symbiosis.kernels.file_rows import Source
 from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.lora.adapter_files import AdapterWeights, in_parallel
@@ -85,6 +86,8 @@ class LoadedAdapter(Adapter):
     layers: dict[str, nn.Module] = field(default_factory=dict)
     own: list[OwnTensor] = field(default_factory=list)  # what the layers hold that is not the base's
     packed: Any = None  # the numbers of its parts, as a GPU's kernels take them; the parts then only tell shapes
+    # where its parts lie, of one that was published and that no GPU's kernels compute
+    held: dict[str, PlacedAdapter] | None = None
     prompt: Tensor | None = None  # [virtual, width]: embeddings in front of every prompt
     prefix: tuple[tuple[Tensor, Tensor], ...] = ()  # by layer: keys and values [virtual, heads * size]
 
@@ -247,21 +250,16 @@ def _low_rank(layer: tuple[str, dict[str, Tensor]], config: dict[str, Any], base
         raise AdapterError(f"it has a bias for {name}, where this base has none of its size: it is for another base")
     if "lora_A.weight" not in of and "lora_B.weight" not in of:
         return Part(shift=None if own is None or trained is None else (trained.float() - own)[None])
-    outputs, inputs = _shape(module)
     if not {"lora_A.weight", "lora_B.weight"} <= of.keys():
         raise AdapterError(f"of {name} it has only one of lora_A and lora_B: save it again")
     a_RK, b_NR = of["lora_A.weight"], of["lora_B.weight"]
     rank = int(_by_pattern(name, config.get("rank_pattern"), config.get("r", 8)))
-    if rank > max_rank:
-        raise AdapterError(
-            f"its rank is {rank} at {name}, and this server takes {max_rank} at most: start it with a larger max_rank (--max-rank)"
-        )
+    _check_rank(name, rank, max_rank)
     if a_RK.dim() == b_NR.dim() == 2 and len(a_RK) == b_NR.shape[1] != rank:
         raise AdapterError(
             f"its tensors at {name} are of rank {len(a_RK)}, and its adapter_config.json says {rank}: correct r or rank_pattern there"
         )
-    _check(name, "lora_A", a_RK, (rank, inputs))
-    _check(name, "lora_B", b_NR, (outputs, rank))
+    check_low_rank(name, module, a_RK, b_NR, max_rank, rank)
     scaling, gain = _scaling(name, config, rank), None
     if config.get("use_dora"):
         gain = _dora_gain(name, of, module, a_RK.float(), b_NR.float(), scaling)
@@ -274,6 +272,24 @@ def _low_rank(layer: tuple[str, dict[str, Tensor]], config: dict[str, Any], base
         shift = ours if shift is None else ours + shift
     one_row = [None if each is None else each[None] for each in (gain, shift)]
     return Part(down=a_RK, up=up.t(), gain=one_row[0], shift=one_row[1])
+
+
+def check_low_rank(
+    name: str, module: nn.Module, a_RK: Tensor, b_NR: Tensor, max_rank: int, rank: int | None = None
+) -> None:
+    """Check that a layer's two matrices fit the base's."""
+    outputs, inputs = _shape(module)
+    rank = len(a_RK) if rank is None else rank
+    _check_rank(name, rank, max_rank)
+    _check(name, "lora_A", a_RK, (rank, inputs))
+    _check(name, "lora_B", b_NR, (outputs, rank))
+
+
+def _check_rank(name: str, rank: int, max_rank: int) -> None:
+    if rank > max_rank:
+        raise AdapterError(
+            f"its rank is {rank} at {name}, and this server takes {max_rank} at most: start it with a larger max_rank (--max-rank)"
+        )
 
 
 def _scaling(name: str, config: dict[str, Any], rank: int) -> float:

@@ -73,6 +73,7 @@ class GpuLora:
         self.state = 0
         self._is_compiled = False
         self.acts = False  # whether this step has rows of adapters
+        self.is_wide = False  # ... and of some that are float32 where rows are narrower
         self._singly = False  # whether each of its sequences has one row
         self._runs: tuple[Sequence[Run], Sequence[Run]] = (), ()
         self._filled: Any = None  # what the tables say
@@ -122,6 +123,7 @@ class GpuLora:
     def begin(self, runs: Sequence[Run], kept_runs: Sequence[Run]) -> None:
         """Say which adapters a step's rows have, and which those of them whose logits are kept."""
         self.acts, self._runs = bool(runs or kept_runs), (runs, kept_runs)
+        self.is_wide = any(book.is_wide for of in self._runs for _, _, book in of)
 
     def fill(self, singly: bool) -> None:
         """Fill in the tables of a step, unless the step before had the same. `singly` says that each of its sequences has one row."""
@@ -186,7 +188,7 @@ class GpuLora:
         if rows > self._rows.rows:
             raise AdapterError(f"{group.names[0]} was given {rows} rows: adapters cannot act there")
         words = self._rows.device["kept_tiles" if group.is_head else "tiles"]
-        tiles = self._kernels.Tiles(words, self._records[group.is_head].device, self._singly)
+        tiles = self._kernels.Tiles(words, self._records[group.is_head].device, self._singly, self.is_wide)
         return tiles, rows if self._singly else self._rows.tiles_of(rows)
 
 

@@ -2,7 +2,7 @@
 the records by which kernels find its rows (`symbiosis/kernels/gpu/adapter_rows.py`)."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis.kernels import file_rows
-from symbiosis.kernels.gpu.records import BEHIND, EXPAND_HEAD
+from symbiosis.kernels import file_rows, with_triton
+from symbiosis.kernels.gpu.records import BEHIND, EXPAND_HEAD, IS_WIDE
 from symbiosis.serving.kv_cache.paged_memory import PagedMemory
 from symbiosis.serving.lora.adapter_cache import NAMES, RowRun, place, shapes_of
 from symbiosis.serving.lora.adapter_files import AdapterWeights, in_each_thread, in_parallel
 from symbiosis.serving.lora.adapter_kinds import Part, sources_of
+from symbiosis.serving.lora.held import check_held, copy_pieces, scales_of
 from symbiosis.serving.runner.shared_inputs import STAGES, Group
 
 MOST_RUNS = 16  # most copies for one adapter; if it would take more,
@@ -45,11 +46,13 @@ class Layout:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Packed:
-    """The pages of one adapter in host memory; and where in its file they come from, if they can simply be read from there again."""
+    """The pages of one adapter in host memory; and where in its file they come from, if they can simply be read from there again. One that
+    `is_held` has pages of its own on the device, where it is used."""
 
     layout: Layout
     pages: Tensor | None
     matrices: Tensor | None = None
+    is_held: bool = False
 
     def without_numbers(self) -> "Packed | None":
         return None if self.matrices is None else replace(self, pages=None)
@@ -68,6 +71,8 @@ class Book:
     # no other one was on its way before it, so that a step does not wait long for it on the device
     is_next: bool = True
     _in_use: list[Any] = field(default_factory=list)  # what is being copied, until it has arrived
+    is_wide: bool = False  # float32, where rows are narrower
+    held: Tensor | None = None  # its numbers, of one that is not in pages of the arena
 
     def is_there(self) -> bool:
         """Whether a step may use the adapter. Layer by layer, it waits on the device for what has not come yet."""
@@ -94,6 +99,7 @@ class Fetcher:
         self.come = torch.zeros(STAGES, dtype=torch.int32, device=arena.flat.device)
         self._number = 0
         self._layouts: dict[Any, Layout] = {}
+        self._gathers: dict[Any, tuple[Tensor, Tensor]] = {}
         self._last: Book | None = None
         self._counts = [1 + max([0, *(g.last_entry for g in groups if g.is_head == head)]) for head in (False, True)]
 
@@ -103,10 +109,9 @@ class Fetcher:
         Args:
             weights: From which these parts come: simple ones are taken from their file at once.
         """
-        names = {name for group in self._groups for name in group.names}
-        if not parts or any(name not in names or part.before is not None for name, part in parts.items()):
+        if not self._computes(parts):
             return None
-        parts = {name: parts[name] for group in self._groups for name in group.names if name in parts}
+        parts = self._ordered(parts)
         layout, matrices = self._layout(parts), [matrix for part in parts.values() for matrix in part.tensors]
         pages = self._empty_pages(layout.count)
         contents = None if weights is None else weights.contents
@@ -120,6 +125,77 @@ class Fetcher:
 
         in_parallel(put, layout.runs)
         return Packed(layout, pages)
+
+    def hold(self, parts: dict[str, Part], scales: Mapping[str, float], dtype: torch.dtype) -> Packed | None:
+        """Copy an adapter that is published to pages of its own on the device, or return None if the kernels do not compute all of it. Any
+        thread may call this.
+
+        Args:
+            scales: By layer: what `up` is multiplied by.
+        """
+        if not self._computes(parts):
+            return None
+        parts, device = self._ordered(parts), self._arena.flat.device
+        layout = self._layout(parts, dtype)
+        matrices = [matrix.to(device) for part in parts.values() for matrix in part.tensors]
+        page = self._page_of(dtype)
+        pages = torch.zeros(layout.count, page, dtype=dtype, device=device)
+        factors = scales_of(parts, scales)
+        kernel = with_triton("gpu.gather_matrices") if self._is_gpu else None
+        if (
+            kernel is None
+            or len({matrix.dtype for matrix in matrices}) > 1
+            or matrices[0].dtype not in kernel.SUPPORTED
+        ):
+            copy_pieces(pages.view(-1), layout.runs, matrices, factors, page)
+        else:
+            kernel.gather(*self._pieces(layout, matrices, factors, page), pages, matrices[0])
+        check_held(pages)
+        return Packed(layout, pages, is_held=True)
+
+    def _pieces(
+        self, layout: Layout, matrices: Sequence[Tensor], factors: Sequence[float], page: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `gather` is told. The parameters of a trainer stay where they are, so it mostly is what it was the last time."""
+        key = id(layout), *((m.data_ptr(), *m.stride(), factor) for m, factor in zip(matrices, factors, strict=True))
+        if (found := self._gathers.get(key)) is None:
+            rows = []
+            for run in layout.runs:
+                matrix = matrices[run.matrix]
+                row_stride, column_stride = matrix.stride()
+                first = matrix.data_ptr() + (run.row * row_stride + run.column * column_stride) * matrix.itemsize
+                rows.append((first, run.page * page + run.offset, run.rows, run.width, row_stride, column_stride))
+            device = self._arena.flat.device
+            scales = torch.tensor([factors[run.matrix] for run in layout.runs], dtype=torch.float32)
+            found = torch.tensor(rows, dtype=torch.int64).to(device), scales.to(device)
+            self._gathers[key] = found
+            if len(self._gathers) > MOST_LAYOUTS:
+                self._gathers.pop(list(self._gathers)[0], None)  # noqa: RUF015
+        return found
+
+    def book_of(self, packed: Packed) -> Book:
+        """Return where the kernels find an adapter that is held. To be called by the engine's thread, whose stream then uses it."""
+        assert packed.pages is not None
+        layout, pages = packed.layout, packed.pages
+        steps = layout.page_of * (pages.stride(0) * pages.itemsize)
+        words = torch.from_numpy(np.where(layout.page_of >= 0, layout.words + pages.data_ptr() + steps, layout.words))
+        if pages.is_cuda:
+            pages.record_stream(torch.cuda.current_stream(pages.device))
+            words = words.to(pages.device)
+        is_wide = pages.dtype != self._arena.flat.dtype
+        return self._book(words, layout, is_wide=is_wide, held=pages)
+
+    def _computes(self, parts: dict[str, Part]) -> bool:
+        """Whether the kernels compute all of an adapter."""
+        names = {name for group in self._groups for name in group.names}
+        return bool(parts) and all(name in names and part.before is None for name, part in parts.items())
+
+    def _ordered(self, parts: dict[str, Part]) -> dict[str, Part]:
+        return {name: parts[name] for group in self._groups for name in group.names if name in parts}
+
+    def _page_of(self, dtype: torch.dtype) -> int:
+        """Return how many numbers of this dtype a page holds."""
+        return self._arena.page_elements * self._arena.flat.itemsize // dtype.itemsize
 
     def _table(self, layout: Layout, parts: dict[str, Part], weights: AdapterWeights) -> Tensor | None:
         """Return where the matrices lie in their file, or None if that cannot be told simply."""
@@ -140,16 +216,21 @@ class Fetcher:
     def _empty_pages(self, count: int) -> Tensor:
         return torch.empty(count, self._arena.page_elements, dtype=self._arena.flat.dtype, pin_memory=self._is_gpu)
 
-    def _layout(self, parts: dict[str, Part]) -> "Layout":
+    def _layout(self, parts: dict[str, Part], dtype: torch.dtype | None = None) -> "Layout":
         """Where everything lies. It is the same for all adapters of these ranks at these layers."""
-        key = tuple(
-            (name, *((what, *t.shape) for what in NAMES if (t := getattr(part, what)) is not None))
-            for name, part in parts.items()
+        dtype = dtype or self._arena.flat.dtype
+        key = (
+            dtype,
+            *(
+                (name, *((what, *t.shape) for what in NAMES if (t := getattr(part, what)) is not None))
+                for name, part in parts.items()
+            ),
         )
         if (layout := self._layouts.get(key)) is None:
-            page, size = self._arena.page_elements, self._arena.flat.element_size()
+            page, size = self._page_of(dtype), dtype.itemsize
             count, runs = place(shapes_of(parts), page)
-            records = _records(parts, runs, page, size, self._groups)
+            flag = IS_WIDE if size > self._arena.flat.itemsize else 0
+            records = _records(parts, runs, page, size, self._groups, flag)
             table = torch.tensor([(*run[1:5], run.page * page + run.offset) for run in runs], dtype=torch.int64)
             shapes = {name: part.to("meta") for name, part in parts.items()}
             layout = self._layouts[key] = Layout(shapes, count, runs, table, self._ends(parts, runs), *records)
@@ -191,14 +272,14 @@ class Fetcher:
         self._last = self._book(there, layout, self._number, arrived, is_next, [pinned, packed])
         return self._last
 
-    def _book(self, words: Tensor, layout: Layout, *more: Any) -> Book:
+    def _book(self, words: Tensor, layout: Layout, *more: Any, **held: Any) -> Book:
         found = []
         for count, begins in zip(self._counts, (layout.begins, layout.head_begins), strict=True):
             addresses = np.zeros(count, dtype=np.int64)
             for entry, begin in begins.items():
                 addresses[entry] = words.data_ptr() + 8 * begin
             found.append(addresses)
-        return Book(words, found[0], found[1], *more)
+        return Book(words, found[0], found[1], *more, **held)
 
 
 def _put(file: int | Tensor, table: Tensor, layout: Layout, pages: Tensor) -> None:
@@ -229,9 +310,9 @@ Where = tuple[int, int]  # a page of the adapter's, and bytes from its beginning
 
 
 def _records(
-    parts: dict[str, Part], runs: list[RowRun], page: int, size: int, groups: Sequence[Group]
+    parts: dict[str, Part], runs: list[RowRun], page: int, size: int, groups: Sequence[Group], flag: int
 ) -> tuple[Any, ...]:
-    """Return the words of an adapter's records, their pages, and where each record begins, by entry."""
+    """Return the words of an adapter's records, their pages, and where each record begins, by entry. `flag` is added to the first of each."""
     where = _addresses(parts, runs, page, size)
     words: list[Where] = []  # page -1: a number
     begins: dict[bool, dict[int, int]] = {False: {}, True: {}}
@@ -241,7 +322,7 @@ def _records(
             continue
         ranks = [0 if part is None or part.down is None else len(part.down) for part in ours]
         begins[group.is_head][group.entry] = len(words)
-        words.append((-1, sum(ranks)))
+        words.append((-1, sum(ranks) + flag))
         for name in group.names:
             words += where.get((name, "down"), [])
         for member, (name, part) in enumerate(zip(group.names, ours, strict=True)):
@@ -250,7 +331,7 @@ def _records(
             begins[group.is_head][group.entry + 1 + member] = len(words)
             rows, gain, shift = (where.get((name, what), []) for what in ("up", "gain", "shift"))
             gain_at, shift_at = EXPAND_HEAD + len(rows), EXPAND_HEAD + len(rows) + len(gain)
-            head = ranks[member], sum(ranks[:member]), gain_at if gain else 0, shift_at if shift else 0
+            head = ranks[member] + flag, sum(ranks[:member]), gain_at if gain else 0, shift_at if shift else 0
             words += [*((-1, word) for word in head), *rows, *gain, *shift]
     words += [(-1, 0)] * BEHIND
     page_of, numbers = np.array(words, dtype=np.int64).T

@@ -1,19 +1,26 @@
 """Prepares an adapter's files for computing, or says why it cannot be computed."""
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.adapter_cache import place, put_whole, shapes_of
 from symbiosis.serving.lora.adapter_files import TENSORS, AdapterWeights, check_finite
-from symbiosis.serving.lora.adapter_kinds import Base, LoadedAdapter, NotFused, Part, fused_parts
+from symbiosis.serving.lora.adapter_kinds import Base, LoadedAdapter, NotFused, Part, check_low_rank, fused_parts
 from symbiosis.serving.lora.config_patterns import check_numbers, without_patterns
+from symbiosis.serving.lora.held import held_dtype, hold, placed_whole
 from symbiosis.serving.lora.peft_layers import Skeleton, own_tensors, peft_layers
+from symbiosis.serving.lora.trained_lora import TrainedLora, trained_lora
 from symbiosis.serving.lora.trial import misplaced
 from symbiosis.serving.runner.model_runner import ModelRunner
+from symbiosis.text import shown
 
 PROMPTS = ("PROMPT_TUNING", "P_TUNING")
 
@@ -28,6 +35,7 @@ class Loader:
     misplaced: dict[str, str]
     max_rank: int
     one_by_one: threading.Lock = field(default_factory=threading.Lock)
+    trained: WeakKeyDictionary[Any, TrainedLora] = field(default_factory=WeakKeyDictionary)  # by PEFT's model
 
     @classmethod
     def of(cls, served: ModelRunner, max_rank: int) -> "Loader":
@@ -35,7 +43,8 @@ class Loader:
         return cls(served, Base.of(served.model, served.dtype), Skeleton(served.model), misplaced(served), max_rank)
 
     def load(self, name: str, weights: AdapterWeights, version: int, is_known: bool = False) -> LoadedAdapter:
-        """Prepare an adapter. One that `is_known` was prepared before from the same files, and its numbers are not looked at again."""
+        """Prepare an adapter. One that `is_known` was prepared before from the same files, and its numbers are not looked at again. One that was
+        published keeps the dtype in which it is trained, and lies in memory of its own."""
         check_numbers(weights.config, self.max_rank, sum(tensor.numel() for tensor in weights.tensors.values()))
         if not is_known:
             check_finite(weights.tensors.items(), "its training has diverged")
@@ -51,15 +60,15 @@ class Loader:
             prefix = self._prefix(weights)
         else:
             try:
-                parts = fused_parts(weights, self.base, self.max_rank, lies_at_once=self.served.fetcher is None)
+                dtype = held_dtype(weights.trained, self.base.dtype) if weights.trained else self.base.dtype
+                base = replace(self.base, dtype=dtype)
+                parts = fused_parts(weights, base, self.max_rank, lies_at_once=self.served.fetcher is None)
             except NotFused:
                 with self.one_by_one:  # each is watched for what it does to the base's weights
                     layers = peft_layers(weights, self.base, self.skeleton)
-        for layer in (*parts, *layers):
-            if (reason := self.misplaced.get(layer)) is not None:
-                raise AdapterError(
-                    f"it adapts {layer}, which {reason}: the server could not tell which rows are this adapter's. Train one without it"
-                )
+        self._check_places((*parts, *layers))
+        if weights.trained and parts:
+            return self._held(name, kind, parts, {}, dtype, version)
         if not is_known:
             scaled = [(layer, t) for layer, part in parts.items() for t in part.tensors]
             scaled += [("prompt_embeddings", t) for t in (*([] if prompt is None else [prompt]), *sum(prefix, ()))]
@@ -85,6 +94,53 @@ class Loader:
         return LoadedAdapter(
             name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=nbytes, pages=pages,
             virtual=virtual, parts=parts, layers=layers, own=own, packed=packed, prompt=prompt, prefix=prefix,
+        )  # fmt: skip
+
+    def read_trained(self, name: str, model: Any, adapter: str, version: int) -> LoadedAdapter | None:
+        """Copy a LoRA from a trainer's parameters on this device. Return None if it is of another kind, or lies elsewhere."""
+        trained = self.trained.get(model)
+        if trained is None or trained.adapter != adapter or not trained.is_current(model):
+            trained = trained_lora(model, adapter)
+            if trained is None or trained.device != self.served.device:
+                return None
+            self._check_shapes(trained)
+            self.trained[model] = trained
+        dtype = held_dtype(trained.dtype, self.base.dtype)
+        return self._held(name, "LORA", trained.parts(), trained.scales(), dtype, version)
+
+    def _check_shapes(self, trained: TrainedLora) -> None:
+        for name, layer in trained.layers.items():
+            if (module := self.base.modules.get(name)) is None:
+                kind = type(self.base.model).__name__
+                raise AdapterError(f"it adapts {shown(name)}, which {kind} does not have: it is for another base")
+            check_low_rank(name, module, layer.a, layer.b, self.max_rank)
+        self._check_places(trained.layers)
+
+    def _check_places(self, layers: Iterable[str]) -> None:
+        for layer in layers:
+            if (reason := self.misplaced.get(layer)) is not None:
+                raise AdapterError(
+                    f"it adapts {layer}, which {reason}: the server could not tell which rows are this adapter's. Train one without it"
+                )
+
+    def _held(
+        self, name: str, kind: str, parts: dict[str, Part], scales: dict[str, float], dtype: torch.dtype, version: int
+    ) -> LoadedAdapter:
+        """Copy an adapter that is published to memory of its own on the device."""
+        fetcher, device = self.served.fetcher, self.served.device
+        ranks = [len(part.down) for part in parts.values() if part.down is not None]
+        on_host = device.type == "cpu"
+        nbytes = sum(t.numel() for part in parts.values() for t in part.tensors) * dtype.itemsize
+        try:
+            packed = None if fetcher is None else fetcher.hold(parts, scales, dtype)
+            parts = hold(parts, scales, dtype, device) if packed is None else packed.layout.parts
+        except torch.OutOfMemoryError:
+            raise AdapterError(
+                f"the device has no {nbytes} bytes for it: remove adapters, or give Engine(..., memory=) less"
+            ) from None
+        return LoadedAdapter(
+            name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=nbytes if on_host else 0,
+            parts=parts, packed=packed, held=placed_whole(parts) if packed is None else None,
         )  # fmt: skip
 
     def read_again(self, adapter: LoadedAdapter, folder: Path) -> LoadedAdapter:

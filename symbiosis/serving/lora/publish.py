@@ -3,14 +3,16 @@
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from http.client import HTTPException
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 import torch
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from symbiosis.errors import AdapterError, ConfigError
 from symbiosis.serving.lora.adapter_files import METADATA, AdapterWeights
@@ -18,30 +20,32 @@ from symbiosis.serving.lora.adapter_folder import check_name
 from symbiosis.text import shown
 
 PATIENCE_S = 60.0
+Result = TypeVar("Result")
 
 
 class TakesAdapters(Protocol):
-    """What adapters are added to: here an `Engine` in this program."""
+    """What adapters are published to: here an `Engine` in this program."""
 
-    def add(self, name: str, source: Any) -> Any: ...
+    def publish(self, name: str, model: Any, adapter: str | None = None) -> Any: ...
 
 
 def publish(
-    model: nn.Module,
+    model: Any,
     name: str,
     server: TakesAdapters | str,
     *,
     adapter: str | None = None,
     key: str | None = None,
     base: str | None = None,
-) -> None:
+) -> Any:
     """Serve the adapter as it is now, under this name. Requests that come from now on get it; those under way keep the version that they
-    have.
+    have. Returns the version if the server is an `Engine`: what its answers have as `model_version`.
 
-    Its values are copied, so training may go on at once.
+    Its values are copied, so training may go on at once. An `Engine` on the same device copies a LoRA from the trainer's parameters, on that device
+    and in their dtype; other kinds go through the host's memory.
 
     Args:
-        model: Of PEFT, with the adapter.
+        model: Of PEFT, with the adapter; or a run of `symbiosis.training.Engine`.
         name: What requests call it.
         server: A `symbiosis.serving.Engine` in this program, or the URL of a `symbiosis serve` or of a cluster.
         adapter: Which of the model's adapters. Default: the active one.
@@ -60,29 +64,51 @@ def publish(
     4
     """
     check_name(name)
-    weights = weights_of(model, adapter)
     if isinstance(server, str):
-        _put(server, name, weights, key, base)
-    elif base is not None:
+        weights = of_trainer(model, lambda peft: weights_of(peft, adapter_of(peft, adapter)))
+        return _put(server, name, weights, key, base)
+    if base is not None:
         raise ConfigError("base= is for clusters, which have several models: an Engine has one")
-    else:
-        server.add(name, weights)
+    return server.publish(name, model, adapter)
 
 
-@torch.no_grad()
-def weights_of(model: nn.Module, adapter: str | None = None) -> AdapterWeights:
-    """Return a copy of one adapter of a PEFT model, as PEFT would save it."""
+def of_trainer(model: Any, look: Callable[[Any], Result]) -> Result:
+    """Return what a look at a PEFT model finds; of a run, when all of its commands before have been done."""
+    if isinstance(model, nn.Module):
+        return look(model)
+    when_done: Callable[..., Future[Result]] | None = getattr(model, "when_done", None)
+    if when_done is None:
+        raise AdapterError(
+            f"{type(model).__name__} has no adapter: publish takes what peft.get_peft_model returns, or a run"
+        )
+    return when_done(lambda: look(model.model)).result()
+
+
+def adapter_of(model: Any, adapter: str | None) -> str:
+    """Return the name of one of a PEFT model's adapters; by default of the active one."""
     configs: dict[str, Any] | None = getattr(model, "peft_config", None)
     if not configs:
         raise AdapterError(f"{type(model).__name__} has no adapter: publish takes what peft.get_peft_model returns")
     adapter = str(getattr(model, "active_adapter", next(iter(configs)))) if adapter is None else adapter
     if adapter not in configs:
         raise AdapterError(f"the model has no adapter {adapter!r}: it has {', '.join(configs)}")
+    return adapter
+
+
+@torch.no_grad()
+def weights_of(model: Any, adapter: str) -> AdapterWeights:
+    """Return a copy of one adapter of a PEFT model, as PEFT would save it."""
     from peft import get_peft_model_state_dict
 
     found = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
-    return AdapterWeights(json.loads(json.dumps(configs[adapter].to_dict(), default=_plain)), tensors)
+    config = json.loads(json.dumps(model.peft_config[adapter].to_dict(), default=_plain))
+    return AdapterWeights(config, tensors, trained=_widest(tensors.values()))
+
+
+def _widest(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,6 +24,7 @@ from symbiosis.serving.lora.adapter_files import MOST_TENSOR_BYTES, AdapterWeigh
 from symbiosis.serving.lora.adapter_folder import Folder, State, check_name
 from symbiosis.serving.lora.adapter_kinds import LoadedAdapter, without_numbers
 from symbiosis.serving.lora.loader import Loader
+from symbiosis.serving.lora.publish import adapter_of, weights_of
 from symbiosis.serving.lora.refusals import Refusals
 from symbiosis.serving.runner.model_runner import ModelRunner
 from symbiosis.text import shown
@@ -121,6 +122,19 @@ class AdapterRegistry:
         check_name(name, self._folder.base)
         with self._turns.of(name):
             return self._keep(self._load(name, source, next(versions)), None)
+
+    def publish(self, name: str, model: Any, adapter: str | None = None) -> LoadedAdapter:
+        """Add a new version of the adapter `name`: what a PEFT model of this process trains, as it is now."""
+        check_name(name, self._folder.base)
+        adapter = adapter_of(model, adapter)
+        with self._turns.of(name):
+            version = next(versions)
+            try:
+                with torch.no_grad():
+                    added = self._loader.read_trained(name, model, adapter, version)
+            except AdapterError as error:
+                raise AdapterError(f"adapter {name!r}: {error}") from None
+            return self._keep(added or self._load(name, weights_of(model, adapter), version), None)
 
     def remove(self, name: str) -> None:
         """Remove an adapter, once it is read if it is being read. Its name is unknown until it is added again, or its folder changes."""

@@ -32,6 +32,11 @@ class AdapterRows:
     rows: Rows
     placed: dict[str, PlacedAdapter]
 
+    def is_wide(self, dtype: torch.dtype) -> bool:
+        """Whether the adapter's numbers are of another dtype than the rows."""
+        first = next(iter(self.placed.values()), None)
+        return first is not None and first.dtype not in (None, dtype)
+
     def acts_at(self, layer: str) -> bool:
         return layer in self.placed or layer in self.adapter.layers
 
@@ -136,12 +141,10 @@ class TargetLayers:
                 rows.setdefault(adapter, []).extend(range(first, first + many))
         highest = max((adapter.rank for adapter in rows), default=0)
         numbers = list(rows.values())
-        few = (
-            FewAdapterRows(numbers)
-            if FewAdapterRows.fits(numbers, highest, self._served.dtype, self._served.device)
-            else None
-        )
         groups = [AdapterRows(adapter, _rows(of), self._placed(adapter)) for adapter, of in rows.items()]
+        dtype = self._served.dtype
+        fits = FewAdapterRows.fits(numbers, highest, dtype, self._served.device)
+        few = FewAdapterRows(numbers) if fits and not any(group.is_wide(dtype) for group in groups) else None
         return Shares(count, groups, few)
 
     def _placed(self, adapter: LoadedAdapter) -> dict[str, PlacedAdapter]:

@@ -145,7 +145,8 @@ class CudaGraphRunner:
     def _key(self) -> int:
         """Return what tells graphs of the same shape apart: which tensors there are, and on which layers adapters act in this step."""
         adapting = self.adapting
-        return (self._state + self._slots.moved) << 32 | (adapting.state if adapting and adapting.acts else 0)
+        acting = adapting.state << 1 | adapting.is_wide if adapting and adapting.acts else 0
+        return (self._state + self._slots.moved) << 32 | acting
 
     def _logits(self, rows: int, singles: int, blocks: int, kept: int, key: int) -> Tensor:
         """Compute the step that the tables describe. This is captured: all that changes from step to step lies in the tables."""
