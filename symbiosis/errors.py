@@ -13,6 +13,7 @@ SymbiosisError
 │   ├── HandshakeFailed         ... before it was there: the keys do not agree, or nobody let us in
 │   └── ExecutorUnavailable     ... and no executor answered within the patience
 ├── NotShared                   a program's model would be a copy of its own, and `symbiosis run --require` forbids that
+├── Busy                        so much waits already that this does not: it may be sent again later
 ├── PadsUsedUp                  a file of pads has none left for a call
 ├── OutOfHostMemory             keys and values need more memory than the host has
 ├── CaptureError                something in a step cannot be part of a CUDA graph
@@ -86,6 +87,10 @@ class RemoteWeightError(SymbiosisError, RuntimeError):
 
 class NotShared(SymbiosisError):
     """A program under `symbiosis run --require` loads a model that no executor shares with it."""
+
+
+class Busy(SymbiosisError):
+    """So much waits already that there is no room for this. It may be sent again later."""
 
 
 class PadsUsedUp(SymbiosisError):

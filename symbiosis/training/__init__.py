@@ -16,17 +16,22 @@ True
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from symbiosis.training.checkpoint_folders import Checkpoint, checkpoints, expire
+    from symbiosis.training.command import PassResult
     from symbiosis.training.datum import Datum
     from symbiosis.training.training_engine import TrainingEngine as Engine
-    from symbiosis.training.training_run import PassResult, Run
+    from symbiosis.training.training_run import Run
 
 _WHERE = {
+    "Checkpoint": ("checkpoint_folders", "Checkpoint"),
     "Datum": ("datum", "Datum"),
     "Engine": ("training_engine", "TrainingEngine"),
-    "PassResult": ("training_run", "PassResult"),
+    "PassResult": ("command", "PassResult"),
     "Run": ("training_run", "Run"),
+    "checkpoints": ("checkpoint_folders", "checkpoints"),
+    "expire": ("checkpoint_folders", "expire"),
 }
-__all__ = ["Datum", "Engine", "PassResult", "Run"]
+__all__ = ["Checkpoint", "Datum", "Engine", "PassResult", "Run", "checkpoints", "expire"]
 
 
 def __getattr__(name: str) -> Any:

@@ -41,6 +41,20 @@ class FlatParameters:
         """Return what belongs to each parameter of something that lies as they do."""
         return [flat[at : at + p.numel()].view(p.shape) for at, p in zip(self._begins, self.parameters, strict=False)]
 
+    def to(self, device: torch.device) -> None:
+        """Move to another device, gradients only if there are some."""
+        if self.values.device == device:
+            return
+        waits = self.waits
+        self.drop_gradients()
+        self.values.data = self.values.detach().to(device)
+        self.gradients = self.gradients.to(device) if waits else torch.zeros_like(self.values.detach())
+        self._gradients = self.parts(self.gradients)
+        for parameter, part in zip(self.parameters, self.parts(self.values.detach()), strict=True):
+            parameter.data = part
+        if waits:
+            self.set_gradients()
+
     def begin_gradients(self) -> None:
         """Have gradients of zero, unless there are some already."""
         if not self.waits:

@@ -4,7 +4,8 @@ LoRA is computed for all runs together (`low_rank.py`), from the very parameters
 their run, and given the base's product.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.peft_layers import Skeleton, handing_out, outermost, tap
 from symbiosis.training.flat_parameters import flattened
 from symbiosis.training.low_rank import LowRank
 
 NAME = "default"  # of PEFT's only adapter
+_drawing = threading.RLock()  # torch's generators are everybody's: one adapter at a time draws from them
 
 
 class RunAdapter:
@@ -26,17 +29,19 @@ class RunAdapter:
 
     def __init__(self, skeleton: Skeleton, config: Any, seed: int | None) -> None:
         _refuse(config)
-        with torch.random.fork_rng():
+        with _drawing, torch.random.fork_rng():
             if seed is not None:
                 torch.manual_seed(seed)
             self.peft = _made(skeleton, config)
-            self._drawn = _random_state()
+            drawn = _random_state()
         self.layers = dict(outermost(self.peft.base_model.model))
         self._check_all_are_at_layers()
         trained = {p: name for name, p in self.peft.named_parameters() if p.requires_grad}
         self.flats = flattened(trained, apart=lambda p: "lora_B" in trained[p])
         self.low_rank = {name: low for name, layer in self.layers.items() if (low := _low_rank(layer))}
-        self._draws = any(isinstance(module, nn.Dropout) and module.p for module in self.peft.modules())
+        draws = any(isinstance(module, nn.Dropout) and module.p for module in self.peft.modules())
+        self.drawn = drawn if draws else ()  # the state of its random numbers, if it needs any
+        self.has_parameters_only = _has_parameters_only(self.layers.values(), skeleton)
         for layer in self.layers.values():
             tap(layer)
 
@@ -86,16 +91,17 @@ class RunAdapter:
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
         """In the block, dropout draws what it would draw if the run were alone."""
-        if not self._draws:
+        if not self.drawn:
             yield
             return
-        before = _random_state()
-        _draw_from(self._drawn)
-        try:
-            yield
-        finally:
-            self._drawn = _random_state()
-            _draw_from(before)
+        with _drawing:
+            before = _random_state()
+            _draw_from(self.drawn)
+            try:
+                yield
+            finally:
+                self.drawn = _random_state()
+                _draw_from(before)
 
 
 def _refuse(config: Any) -> None:
@@ -133,6 +139,13 @@ def _low_rank(layer: nn.Module) -> LowRank | None:
     if a.bias is not None or b.bias is not None or not a.weight.requires_grad or not b.weight.requires_grad:
         return None
     return LowRank(a.weight, b.weight, layer.scaling[NAME])
+
+
+def _has_parameters_only(layers: Iterable[nn.Module], skeleton: Skeleton) -> bool:
+    """Whether all that these layers hold of their own is trained."""
+    base = skeleton.addresses()
+    held = [t for layer in layers for t in (*layer.parameters(), *layer.buffers()) if not t.requires_grad]
+    return all(isinstance(t, RemoteWeight) or t.data_ptr() in base or not t.numel() for t in held)
 
 
 def _random_state() -> tuple[Tensor, ...]:

@@ -1,88 +1,55 @@
 """A run: one adapter that is trained, by commands that are done in their order."""
 
-import json
-import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from symbiosis.errors import AdapterError, ConfigError
+from symbiosis.errors import ConfigError
+from symbiosis.training.checkpoint_folders import write_checkpoint
+from symbiosis.training.command import FORWARD, FORWARD_BACKWARD, Command, PassResult, step_command
+from symbiosis.training.command_order import CommandOrder
 from symbiosis.training.datum import Datum, sequences
 from symbiosis.training.losses import Custom, check_loss
-from symbiosis.training.run_adapter import RunAdapter
-from symbiosis.training.run_work import RunWork
-
-ADAPTER = "adapter_model.safetensors"
-OPTIMIZER = "optimizer.safetensors"  # beside PEFT's files
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, for each parameter
+from symbiosis.training.run_journal import RunJournal
+from symbiosis.training.train_state import TrainState
 
 
-@dataclass(frozen=True)
-class PassResult:
-    """What a pass found.
-
-    Args:
-        loss: The sum over all targets; of a batch as transformers' models take it, the mean over its labels.
-        logprobs: For each sequence, the log probabilities of its targets before the next step.
-        joined: Runs that were computed in the same pass, this one counted.
-    """
-
-    loss: float
-    logprobs: list[Tensor]
-    joined: int
-
-
-@dataclass(eq=False)
-class Command:
-    """What a run is to do: a pass, or a call."""
-
-    future: "Future[Any]"
-    work: RunWork | None = None
-    function: Custom | None = None  # its loss, if that is one of the program's own
-    call: Callable[[], Any] = field(default=lambda: None)
-
-    @property
-    def tokens(self) -> int:
-        return 0 if self.work is None else sum(map(len, self.work.data))
-
-
-class CommandQueue(Protocol):
-    """Where the commands of runs wait: the engine."""
+class Commander(Protocol):
+    """Whom a run's commands go to: the engine."""
 
     def check(self, data: Sequence[Datum]) -> None: ...
     def put(self, run: "Run", command: Command) -> Any: ...
+    def put_in_order(self, run: "Run", number: int, verb: str, make: Callable[[], Command]) -> Any: ...
     def forget(self, run: "Run") -> None: ...
 
 
 class Run:
-    """One adapter that is trained. Made by `Engine.create` and `Engine.load`; threads may each have their own, or share one."""
+    """One adapter that is trained. Made by `Engine.create`, `Engine.load` and `Engine.open`; threads may each have their own, or share one."""
 
-    def __init__(self, engine: CommandQueue, adapter: RunAdapter, lora_plus: float) -> None:
-        self._engine, self._adapter = engine, adapter
-        self.commands: deque[Command] = deque()  # that wait, in their order; of the engine
-        self.tokens = 0  # that it had computed
-        self.optimizer = torch.optim.AdamW(_groups(adapter, lora_plus), lr=0.0, fused=adapter.is_on_gpu)
-        self._ratios = [float(group["ratio"]) for group in self.optimizer.param_groups]
-
-    @property
-    def steps(self) -> int:
-        """How many steps the optimizer has made."""
-        states = self.optimizer.state.values()
-        return max((int(state["step"]) for state in states), default=0)
+    def __init__(self, engine: Commander, name: str, tenant: str, journal: RunJournal | None) -> None:
+        self.name, self.tenant = name, tenant
+        self.steps = 0  # that the optimizer has made
+        # the rest is the engine's
+        self.commands: deque[Command] = deque()  # that wait, in their order
+        self.order = CommandOrder[Command]()
+        self.state: TrainState | None = None  # None while it is on disk only
+        self.journal = journal
+        self.is_read = False  # its values are not those that its commands make: its folder does not know of them
+        self._engine = engine
 
     @property
     def model(self) -> Any:
-        """PEFT's model of this adapter: to look at, not to call."""
-        return self._adapter.peft
+        """PEFT's model of this adapter, as it is until the next command: to look at, not to call."""
+        if (state := self.state) is not None:
+            return state.adapter.peft
+        return self._put(Command("look", call=lambda state: state.adapter.peft)).result()
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next command, if they are numbered."""
+        return self.order.next
 
     def forward_backward(
         self, batch: Any, loss: str | Custom = "cross_entropy", config: Mapping[str, float] | None = None
@@ -104,14 +71,11 @@ class Run:
         >>> result.logprobs[0].shape
         torch.Size([3])
         """
-        function = None if isinstance(loss, str) else loss
-        if function is not None and not callable(function):
-            raise ConfigError(f"loss is the name of one, or a function, not {loss!r}")
-        return self._pass(batch, loss if isinstance(loss, str) else "cross_entropy", config or {}, True, function)
+        return self._put(self._forward_backward(batch, loss, config))
 
     def forward(self, batch: Any) -> "Future[PassResult]":
         """Find the log probabilities of a batch's targets; no gradients."""
-        return self._pass(batch, "cross_entropy", {}, False, None)
+        return self._put(self._forward(batch))
 
     def step(
         self,
@@ -127,132 +91,114 @@ class Run:
         Args:
             max_grad_norm: To which the gradients of this run are scaled down, if their norm is larger; None: they are not.
         """
-        numbers = {
-            "lr": lr,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            **dict(zip(("beta1", "beta2"), betas, strict=True)),
-        }
-        for name, number in numbers.items():
-            if not 0 <= number < float("inf") or (name.startswith("beta") and number >= 1):
-                raise ConfigError(f"{name} is {number}: it is not negative, and a beta is below 1")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm is positive or None, not {max_grad_norm}")
-        return self.when_done(lambda: self._step(lr, betas, eps, weight_decay, max_grad_norm))
-
-    def save(self, path: str | Path) -> Path:
-        """Write the adapter as PEFT saves it, and the optimizer's state beside it, when all commands before have been done. The folder is there as
-        a whole or not at all, and is never written again.
-
-        Raises `ConfigError` if there is something at that path.
-        """
-        target = Path(path)
-        self.when_done(lambda: self.write(target)).result()
-        return target
+        return self._put(self._step(lr, betas, eps, weight_decay, max_grad_norm))
 
     def when_done(self, call: Callable[[], Any]) -> "Future[Any]":
         """Have something called when all commands before have been done, and before any later one: `write`, `read`, or what looks at `model`.
         All runs wait meanwhile, so it must be quick."""
-        return self._engine.put(self, Command(Future(), call=call))  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        """Forget the run, when its commands have been done."""
-        self.when_done(lambda: self._engine.forget(self)).result()
-
-    def _pass(self, batch: Any, kind: str, config: Mapping[str, float], backward: bool, function: Custom | None) -> Any:
-        data = sequences(batch)
-        self._engine.check(data)
-        check_loss(kind, data, config)
-        work = RunWork(self._adapter, data, kind, config, backward)
-        return self._engine.put(self, Command(Future(), work, function))
-
-    def _step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, most: float | None) -> float:
-        flats = self._adapter.flats
-        if not any(flat.waits for flat in flats):
-            raise ConfigError("there are no gradients to step with: call forward_backward first")
-        norm = float(torch.nn.utils.get_total_norm([flat.gradients for flat in flats]))
-        try:
-            if not norm < float("inf"):
-                raise ConfigError(f"the gradients' norm is {norm}: they are dropped, and nothing has changed")
-            if most is not None:
-                torch.nn.utils.clip_grads_with_norm_([flat.values for flat in flats], most, torch.tensor(norm))
-            for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
-                group.update(lr=lr * ratio, betas=betas, eps=eps, weight_decay=decay)
-            self.optimizer.step()
-        finally:
-            for flat in flats:
-                flat.drop_gradients()
-        return norm
+        return self._put(Command("call", call=lambda _: call()))
 
     def write(self, target: Path) -> None:
         """Write the files of `save` at once. To be called by `when_done`."""
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ConfigError(
-                f"{target} is there already, and a checkpoint is never written again: choose another name"
-            )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
-        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
-        part.mkdir()
-        try:
-            self._adapter.save(part)
-            save_file(self._optimizer_tensors(), part / OPTIMIZER, {"lora_plus": json.dumps(max(self._ratios))})
-            part.rename(target)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
-
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's state by the numbers of the parameters."""
-        found: dict[str, Tensor] = {}
-        number = 0
-        for flat in self._adapter.flats:
-            state = self.optimizer.state.get(flat.values, {})
-            parts = {name: flat.parts(state[name].detach().cpu()) for name in MOMENTS if state}
-            for place in range(len(flat.parameters)):
-                for name, values in parts.items():
-                    found[f"{number}.{name}"] = values[place].contiguous()
-                if state:
-                    found[f"{number}.step"] = state["step"].detach().cpu().clone()
-                number += 1
-        return found
+        assert self.state is not None
+        write_checkpoint(self.state, target, None)
 
     def read(self, folder: Path, optimizer: bool = True) -> None:
         """Take over the values of such a folder, with those of the optimizer, or with one that begins anew. To be called by `when_done`."""
+        assert self.state is not None
+        self.state.load(folder, optimizer)
+        self.steps, self.is_read = self.state.steps, True
+
+    def save(self, path: str | Path, *, ttl_seconds: float | None = None) -> Path:
+        """Write the adapter as PEFT saves it, and the optimizer's state beside it, when all commands before have been done. The folder is there as
+        a whole or not at all, and is never written again.
+
+        Args:
+            ttl_seconds: For so long it is kept: after that it is loaded no more, and `training.expire` removes it. None: for ever.
+
+        Raises `ConfigError` if there is something at that path, `OSError` if there is no room.
+        """
+        result: Path = self._put(self._save(path, ttl_seconds=ttl_seconds)).result()
+        return result
+
+    def submit(self, number: int, verb: str, *args: Any, **words: Any) -> "Future[Any]":
+        """Send a command with a number, for whoever sends over a network. Commands with numbers, which begin at 1, are done in their order, and each
+        once: one that comes too early waits for those before it, and one that comes again has the result of the first. What is wrong
+        with it is told by its future, too, since its number is used up then.
+
+        Args:
+            verb: "forward_backward", "forward", "step" or "save", which takes these arguments.
+
+        >>> import symbiosis
+        >>> from peft import LoraConfig
+        >>> with symbiosis.Executor("demo") as executor, symbiosis.training.Engine(executor.endpoint) as engine:
+        ...     run = engine.create(LoraConfig(r=4, target_modules=["q_proj"]))
+        ...     datum = symbiosis.training.Datum([1, 2, 3], targets=[2, 3, 4])
+        ...     late = run.submit(2, "step", lr=1e-3)
+        ...     first, again = (run.submit(1, "forward_backward", datum) for _ in range(2))
+        ...     late.result() > 0, first is again, run.steps
+        (True, True, 1)
+        """
+        if verb not in (FORWARD_BACKWARD, FORWARD, "step", "save"):
+            raise ConfigError(f"the verbs are forward_backward, forward, step and save; not {verb!r}")
+        make: Callable[..., Command] = getattr(self, f"_{verb}")
+        return self._engine.put_in_order(self, number, verb, lambda: make(*args, **words))  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Forget the run, when its commands have been done; also on disk."""
+        self._put(Command("close", call=lambda _: self._engine.forget(self))).result()
+
+    def _forward_backward(
+        self, batch: Any, loss: str | Custom = "cross_entropy", config: Mapping[str, float] | None = None
+    ) -> Command:
+        if not isinstance(loss, str) and not callable(loss):
+            raise ConfigError(f"loss is the name of one, or a function, not {loss!r}")
+        kind = loss if isinstance(loss, str) else "cross_entropy"
+        function = None if isinstance(loss, str) else loss
+        data = self._checked(batch)
+        check_loss(kind, data, config or {})
+        return Command(FORWARD_BACKWARD, data, kind, dict(config or {}), function, changes=True)
+
+    def _forward(self, batch: Any) -> Command:
+        return Command(FORWARD, self._checked(batch))
+
+    def _checked(self, batch: Any) -> list[Datum]:
+        data = sequences(batch)
+        self._engine.check(data)
+        return data
+
+    def _step(
+        self,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+    ) -> Command:
         try:
-            self._adapter.load(load_file(folder / ADAPTER))
-            self.optimizer.state.clear()
-            self.optimizer.zero_grad(set_to_none=True)
-            if optimizer and (folder / OPTIMIZER).is_file():
-                self.load_optimizer(folder / OPTIMIZER)
-        except SafetensorError as error:
-            raise AdapterError(f"{folder} is cut off or damaged: {error}") from error
+            beta1, beta2 = (float(each) for each in betas)
+            words = {
+                "lr": float(lr),
+                "eps": float(eps),
+                "weight_decay": float(weight_decay),
+                "beta1": beta1,
+                "beta2": beta2,
+            }
+            most = None if max_grad_norm is None else float(max_grad_norm)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"a step takes numbers, and two betas: {error}") from None
+        for name, number in words.items():
+            if not 0 <= number < float("inf") or (name.startswith("beta") and number >= 1):
+                raise ConfigError(f"{name} is {number}: it is not negative, and a beta is below 1")
+        if most is not None and not most > 0:
+            raise ConfigError(f"max_grad_norm is positive or None, not {max_grad_norm}")
+        return step_command({**words, "max_grad_norm": most})
 
-    def load_optimizer(self, file: Path) -> None:
-        """Go on with the optimizer's state of a checkpoint."""
-        tensors = load_file(file)
-        number = 0
-        for flat in self._adapter.flats:
-            numbers = range(number, number + len(flat.parameters))
-            number = numbers.stop
-            for place, parameter in zip(numbers, flat.parameters, strict=True):
-                shapes = {tensors[name].shape for kind in MOMENTS if (name := f"{place}.{kind}") in tensors}
-                if f"{place}.step" in tensors and shapes != {parameter.shape}:
-                    raise AdapterError(f"{file} is of another adapter: its state {place} does not fit")
-            if all(f"{place}.step" in tensors for place in numbers):
-                moments = {
-                    name: torch.cat([tensors[f"{place}.{name}"].reshape(-1) for place in numbers]) for name in MOMENTS
-                }
-                self.optimizer.state[flat.values] = {
-                    "step": tensors[f"{numbers[0]}.step"].to(flat.values.device),
-                    **{name: moment.to(flat.values) for name, moment in moments.items()},
-                }
+    def _save(self, path: str | Path, *, ttl_seconds: float | None = None) -> Command:
+        target = Path(path)
+        if ttl_seconds is not None and not 0 < ttl_seconds < float("inf"):
+            raise ConfigError(f"ttl_seconds is a positive number of seconds, or None, not {ttl_seconds}")
+        return Command("save", call=lambda state: write_checkpoint(state, target, ttl_seconds))
 
-
-def _groups(adapter: RunAdapter, lora_plus: float) -> list[dict[str, Any]]:
-    """Return what the optimizer steps with one learning rate; that of LoRA's B is `lora_plus` times the others' (LoRA+)."""
-    names = {id(p): name for name, p in adapter.peft.named_parameters()}
-    return [
-        {"params": [flat.values], "ratio": lora_plus if "lora_B" in names[id(flat.parameters[0])] else 1.0}
-        for flat in adapter.flats
-    ]
+    def _put(self, command: Command) -> Any:
+        return self._engine.put(self, command)

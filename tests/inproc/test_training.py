@@ -139,7 +139,7 @@ def test_over_an_executor_with_other_runs(engine: Engine) -> None:
     with symbiosis.Executor(tiny_llama()) as executor, Engine(executor.endpoint) as split:
         for each in (split, engine):
             each.create(lora(), seed=3).forward_backward(batch(3)).result(60)
-        mine, unsplit = (each._runs[0] for each in (split, engine))
+        [mine], [unsplit] = (each._runs.values() for each in (split, engine))
         assert are_close(gradients(mine), gradients(unsplit))
 
 
@@ -187,7 +187,8 @@ def test_one_that_fails_leaves_the_others(engine: Engine, monkeypatch: pytest.Mo
         raise RuntimeError("a layer that breaks")
 
     good.forward_backward(batch(5)).result(60)  # its gradients are there already
-    monkeypatch.setattr(bad._adapter, "run", broken)
+    assert bad.state is not None
+    monkeypatch.setattr(bad.state.adapter, "run", broken)
     go, _ = held(engine)
     futures = [good.forward_backward(batch(6)), bad.forward_backward(batch(7))]
     go.set()

@@ -1,0 +1,277 @@
+"""Runs of an engine: numbers, tenants, limits, and a folder in which they outlive it."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from symbiosis import training
+from symbiosis.errors import AdapterError, Busy, ConfigError
+from symbiosis.training import Datum, Engine, Run
+from tests.conftest import tiny_llama
+from tests.inproc.test_training import batch, gradients, held, lora
+
+
+def trained(run: Run) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in run.model.parameters() if p.requires_grad]
+
+
+def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return bool(one) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def three_steps(run: Run, seed: int = 0) -> Run:
+    for number in range(3):
+        run.forward_backward(batch(seed + number)).result(60)
+        run.step(1e-2).result(60)
+    return run
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_numbered_commands_are_done_in_order_and_once() -> None:
+    with Engine(tiny_llama()) as engine:
+        run, other = (engine.create(lora(), seed=1) for _ in range(2))
+        futures = {n: run.submit(n, "step", lr=1e-2) for n in (6, 2, 4)}
+        futures |= {n: run.submit(n, "forward_backward", batch(n)) for n in (5, 3, 1)}
+        assert run.submit(4, "step", lr=1e-2) is futures[4] and futures[6].result(60) > 0
+        for n in (1, 3, 5):
+            other.forward_backward(batch(n)).result(60)
+            other.step(1e-2).result(60)
+        assert run.steps == 3 and run.next_number == 7 and are_equal(trained(run), trained(other))
+
+
+def test_a_wrong_command_uses_up_its_number(tmp_path: Path) -> None:
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        run = engine.create(lora(), seed=1, name="mine")
+        wrong = [
+            run.submit(1, "forward_backward", Datum([1], [10**6])),
+            run.submit(2, "step", lr=1e-2),
+            run.submit(3, "step"),
+        ]
+        for future, said in zip(wrong, ("one is 1000000", "no gradients", "lr"), strict=True):
+            with pytest.raises((ConfigError, TypeError), match=said):
+                future.result(60)
+        run.submit(4, "forward_backward", batch(1)).result(60)
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        run = engine.open("mine")
+        assert run.next_number == 5
+        with pytest.raises(ConfigError, match="no gradients"):
+            run.submit(2, "step", lr=1e-2).result(60)
+
+
+def test_a_missing_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symbiosis.training.command_order.PATIENCE_S", 0.2)
+    with Engine(tiny_llama()) as engine:
+        run = engine.create(lora())
+        early = run.submit(2, "step", lr=1e-2)
+        with pytest.raises(ConfigError, match="command 1 has not come"):
+            early.result(60)
+        run.submit(1, "forward_backward", batch(1)).result(60)
+        assert run.submit(2, "step", lr=1e-2).result(60) > 0
+
+
+# ---------------------------------------------------------------- tenants and limits
+
+
+def test_a_tenant_with_many_runs_leaves_others_their_share() -> None:
+    with Engine(tiny_llama(), max_tokens=18) as engine:
+        many = [engine.create(lora(), tenant="many") for _ in range(6)]
+        one = engine.create(lora(), tenant="one")
+        go, _ = held(engine)
+        order: list[str] = []
+        for number in range(4):
+            for run in (*many, one):
+                run.forward(batch(number)).add_done_callback(lambda _, tenant=run.tenant: order.append(tenant))  # type: ignore[misc]
+        go.set()
+        one.forward(batch(9)).result(60)
+        assert order[:8].count("one") == 4
+
+
+def test_a_flood_waits_for_room_and_leaves_some_to_others() -> None:
+    with Engine(tiny_llama(), max_waiting=8) as engine:
+        flooding, other = engine.create(lora(), tenant="eve"), engine.create(lora(), tenant="bob")
+        go, _ = held(engine)
+        put: list[Any] = []
+        thread = threading.Thread(target=lambda: put.extend(flooding.forward(batch(n)) for n in range(20)))
+        thread.start()
+        until = time.monotonic() + 20
+        while engine.has_room("eve") and time.monotonic() < until:
+            time.sleep(0.01)
+        assert engine.has_room("bob")
+        waiting = other.forward(batch(1))
+        go.set()
+        thread.join(60)
+        assert len([each.result(60) for each in put]) == 20 and waiting.result(60)
+
+
+def test_whoever_does_not_want_to_wait_is_told() -> None:
+    with Engine(tiny_llama(), max_waiting=4, room_wait=0) as engine:
+        run = engine.create(lora())
+        go, _ = held(engine)
+        futures = [run.submit(1, "forward", batch(1)), run.forward(batch(2))]
+        with pytest.raises(Busy, match="wait already"):
+            run.forward(batch(3))
+        assert run.submit(1, "forward", batch(1)) is futures[0]
+        go.set()
+        assert all(future.result(60) for future in futures)
+        assert run.submit(2, "forward", batch(1)).result(60)
+
+
+def test_what_a_missing_number_waits_for_is_let_in() -> None:
+    with Engine(tiny_llama(), max_waiting=4, room_wait=0) as engine:
+        run = engine.create(lora())
+        late = [run.submit(n, "forward", batch(n)) for n in (3, 2)]
+        with pytest.raises(Busy):
+            run.submit(4, "forward", batch(4))
+        run.submit(1, "forward", batch(1))
+        assert all(each.result(60) for each in late)
+
+
+def test_calls_of_one_do_not_keep_others_from_passes() -> None:
+    with Engine(tiny_llama()) as engine:
+        flooding, other = engine.create(lora(), tenant="eve"), engine.create(lora(), tenant="bob")
+        go, _ = held(engine)
+        steps = [flooding.step(1e-2) for _ in range(500)]
+        passed = other.forward(batch(1))
+        go.set()
+        passed.result(60)
+        assert sum(step.done() for step in steps) < 400
+
+
+@pytest.mark.parametrize("config", [lora(r=17), lora(rank_pattern={"q_proj": 99}), LoraConfig(r=10**9)])
+def test_ranks_have_a_limit(config: Any) -> None:
+    with Engine(tiny_llama(), max_rank=16) as engine, pytest.raises(AdapterError, match="16 at most"):
+        engine.create(config)
+
+
+@pytest.mark.parametrize("words", [{"max_waiting": 1}, {"max_rank": 0}, {"in_memory": 5}, {"on_device": 0}])
+def test_limits_that_cannot_be(words: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        Engine(tiny_llama(), **words)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- a folder
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "LoRA": lora,
+    "dropout": lambda: lora(lora_dropout=0.3),
+    "DoRA": lambda: lora(use_dora=True),
+    "LoRA+": lora,
+}
+
+
+def test_runs_leave_memory_and_come_back_to_the_bit(tmp_path: Path) -> None:
+    engines = [Engine(tiny_llama(), state=tmp_path, in_memory=1), Engine(tiny_llama())]
+    with engines[0] as engine, engines[1] as all_here:
+        pairs = []
+        for seed, (kind, config) in enumerate(KINDS.items()):
+            words: dict[str, Any] = {"seed": seed, "lora_plus": 4.0 if kind == "LoRA+" else 1.0}
+            pairs.append([each.create(config(), **words) for each in (engine, all_here)])
+        for number in range(3):
+            for run in (run for pair in pairs for run in pair):
+                run.forward_backward(batch(number)).result(60)
+            assert sum(run.state is not None for run, _ in pairs) <= 2
+            for run in (run for pair in pairs for run in pair):
+                run.step(1e-2).result(60)
+        assert all(are_equal(trained(run), trained(other)) and run.steps == 3 for run, other in pairs)
+
+
+def test_another_engine_goes_on(tmp_path: Path) -> None:
+    with Engine(tiny_llama(), state=tmp_path / "runs") as engine:
+        run = three_steps(engine.create(lora(), seed=1, name="mine", tenant="alice"))
+        expected = trained(run)
+        run.forward_backward(batch(9)).result(60)
+        waiting = gradients(run)
+        saved = run.save(tmp_path / "saved")
+        loaded = engine.load(saved, name="copy")
+        assert loaded.steps == 3
+    with Engine(tiny_llama(), state=tmp_path / "runs") as engine:
+        assert engine.names == ["copy", "mine"]
+        run, copy = engine.open("mine"), engine.open("copy")
+        assert (run.tenant, run.steps, copy.steps) == ("alice", 3, 3) and engine.open("mine") is run
+        assert are_equal(trained(run), expected) and are_equal(trained(copy), expected)
+        assert are_equal(gradients(run), waiting)
+        copy.close()
+        assert engine.names == ["mine"]
+    assert [each.name for each in (tmp_path / "runs").iterdir()] == ["mine"]
+
+
+def test_a_loss_of_ones_own_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symbiosis.training.run_journal.RATIO", float("inf"))
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        run = engine.create(lora(), seed=1, name="mine")
+        monkeypatch.setattr(engine._residency, "close", lambda: None)  # as if it were killed
+        run.forward_backward([Datum([5, 6], [6, 7])], lambda found, _: found[0].square().sum()).result(60)
+        run.forward_backward(Datum([5, 6], [[6, 7], [7, 8]])).result(60)
+        run.step(1e-2).result(60)
+        expected = trained(run)
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        assert are_equal(trained(engine.open("mine")), expected)
+
+
+def test_names(tmp_path: Path) -> None:
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        engine.create(lora(), name="a:b")
+        for name, said in (("a:b", "already"), ("../x", "letters"), (".x", "letters"), ("", "letters")):
+            with pytest.raises(ConfigError, match=said):
+                engine.create(lora(), name=name)
+        for name in ("other", "..", "../runs"):
+            with pytest.raises(ConfigError, match="no run"):
+                engine.open(name)
+        with pytest.raises(ConfigError, match="another engine has"):
+            Engine(tiny_llama(), state=tmp_path)
+    Engine(tiny_llama(), state=tmp_path).close()
+
+
+def test_a_run_whose_folder_is_damaged(tmp_path: Path) -> None:
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        for name in ("good", "bad"):
+            three_steps(engine.create(lora(), name=name, seed=1))
+    [state] = (tmp_path / "bad").glob("state-*")
+    state.write_bytes(state.read_bytes()[:-50])
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        with pytest.raises(AdapterError, match="cut off or damaged"):
+            engine.open("bad").forward(batch(1)).result(60)
+        assert engine.open("good").forward(batch(1)).result(60)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_have_a_time_to_live(tmp_path: Path) -> None:
+    with Engine(tiny_llama()) as engine:
+        run = engine.create(lora())
+        run.save(tmp_path / "a" / "kept")
+        run.save(tmp_path / "a" / "short", ttl_seconds=0.001)
+        run.save(tmp_path / "long", ttl_seconds=1000)
+        time.sleep(0.01)
+        listed = training.checkpoints(tmp_path)
+        assert [each.path.name for each in listed] == ["kept", "short", "long"] and all(e.nbytes > 0 for e in listed)
+        assert listed[0].expires is None and listed[2].expires == pytest.approx(time.time() + 1000, abs=60)
+        with pytest.raises(AdapterError, match="has expired"):
+            engine.load(tmp_path / "a" / "short")
+        assert training.expire(tmp_path) == [tmp_path / "a" / "short"] and training.expire(tmp_path) == []
+        assert len(training.checkpoints(tmp_path)) == 2 and engine.load(tmp_path / "long").steps == 0
+        for wrong in (0, -1, float("nan"), float("inf")):
+            with pytest.raises(ConfigError, match="ttl_seconds"):
+                run.save(tmp_path / "wrong", ttl_seconds=wrong)
+
+
+def test_checkpoints_of_ranks_whose_matrices_are_not_of_a_round_size(tmp_path: Path) -> None:
+    with Engine(tiny_llama()) as engine:
+        run = three_steps(
+            engine.create(
+                lora(r=3, target_modules=["q_proj"], rank_pattern={"0.self_attn.q_proj": 1}, modules_to_save=["norm"]),
+                seed=1,
+            )
+        )
+        loaded = engine.load(run.save(tmp_path / "one"))
+        assert are_equal(trained(three_steps(run, 5)), trained(three_steps(loaded, 5)))
