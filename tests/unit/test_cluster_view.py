@@ -12,7 +12,7 @@ from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router import server_registry
 from symbiosis.cluster.router.cluster_page import together
 from symbiosis.cluster.router.server_registry import InFlight, Seen, ServerRegistry
-from symbiosis.protocol.cluster_state import Member
+from symbiosis.protocol.cluster_state import Member, Told
 from symbiosis.serving.engine.engine_stats import EngineStats, Histogram
 
 
@@ -51,6 +51,76 @@ def test_only_what_has_no_server_waits() -> None:
         assert not of_one.waiting
 
     asyncio.run(place())
+
+
+def test_who_gives_up_waiting_makes_room_for_those_behind_alone() -> None:
+    of_one = view_of()
+
+    async def place() -> None:
+        first = flight(8)
+        await of_one.place(first)
+        gives_up, stays = (asyncio.create_task(of_one.place(flight(count))) for count in (2, 3))
+        await asyncio.sleep(0)
+        gives_up.cancel()
+        await asyncio.wait([gives_up])
+        assert of_one.waiting == {"m": 3}
+        of_one.leave(first)
+        await asyncio.wait_for(stays, 20)
+        assert of_one.seen[1].mine == 3 and not of_one.waiting
+
+    asyncio.run(place())
+
+
+def test_what_placement_is_told_of_a_server() -> None:
+    seen = view_of().seen[1]
+    for tenant, sequences in (("a", 2), ("b", 1), ("a", 3)):
+        seen.flights.add(InFlight(RoutingRequest(model="m", tenant=tenant, sequences=sequences), print))
+    seen.others, seen.room, seen.promised, seen.tokens = 4, 100, 30, 500
+    told = seen.told()
+    assert told.tenants == {"a": 5, "b": 1} and told.running == 6 + 4
+    assert (told.free, told.pages, told.state) == (100 - 30, 500, "ready")
+
+
+@pytest.mark.parametrize(
+    ("state", "is_lost", "moved"),
+    [("ready", False, []), ("ready", True, ["lost"]), ("draining", False, ["moved"]), ("lost", False, ["lost"])],
+)
+def test_what_a_server_had_goes_elsewhere_when_it_takes_nothing_any_more(
+    state: str, is_lost: bool, moved: list[str]
+) -> None:
+    of_one, told = view_of(), list[str]()
+    seen = of_one.seen[1]
+    seen.flights.add(InFlight(RoutingRequest(model="m"), told.append))
+    seen.member, seen.is_lost = msgspec.structs.replace(seen.member, state=state), is_lost
+    of_one._put(seen)
+    assert told == moved
+
+
+def test_each_server_is_asked_how_it_is_until_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    async def ask(registry: ServerRegistry, seen: Seen) -> None:
+        asked.append(seen.member.number)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ServerRegistry, "_ask", ask)
+    one = Member(name="m-server-1", kind="server", model="m", number=1, url="http://one", state="ready", batch=8)
+    other = msgspec.structs.replace(one, name="m-server-2", number=2)
+    starting = msgspec.structs.replace(one, name="m-server-3", number=3, url="")
+
+    async def look() -> None:
+        registry = ServerRegistry("none", {})
+        for _ in range(2):
+            registry._take(Told(name="none", url="", members=(one, other, starting)))
+            await asyncio.sleep(0)
+        assert asked == [1, 2], "one that has no address yet is not asked"
+        watch = registry.seen[2].watch
+        registry._take(Told(name="none", url="", members=(one,)))
+        await asyncio.sleep(0)
+        assert watch is not None and watch.cancelled() and list(registry.seen) == [1]
+        registry.seen[1].watch.cancel()
+
+    asyncio.run(look())
 
 
 SERVING = {"status": "serving", "requests": 3, "step_s": 0.5}

@@ -15,7 +15,7 @@ from symbiosis.base.keystream import keystream
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.call_kinds import HostCall
 from symbiosis.executor.calls import cell_ops, price
-from symbiosis.executor.calls.call_plan import CallPlan, make_plan
+from symbiosis.executor.calls.call_plan import WHOLE, CallPlan, make_plan
 from symbiosis.executor.calls.cells import GRAINS, boxes
 from symbiosis.executor.calls.price import grid_of
 from symbiosis.executor.calls.validation import must_be_finite
@@ -554,6 +554,34 @@ PRICED = {
 def test_what_a_call_costs(call: Call, multiplications: int, held: int, scratch: int) -> None:
     plan = make_plan(call, STORE, OPTIONS)
     assert (plan.multiplications, plan.held, plan.scratch, plan.turns) == (multiplications, held, scratch, 1)
+
+
+# rows, whether others may join, bytes sent, and the cells of each grain
+PLANNED = {
+    "a layer": (Call(Op.FORWARD, LINEAR, "float32", (T, K)), T, True, 4 * T * (K + N), ((N // 16,),) * 2),
+    "a short one, which is cut if it is joined": (
+        Call(Op.FORWARD, LINEAR, "float32", (1, K)), 1, True, 4 * (K + N), ((N // 16,),) * 2,
+    ),
+    "its gradient": (Call(Op.DGRAD, LINEAR, "float32", (T, N)), T, True, 4 * T * (K + N), ((K // 16,),) * 2),
+    "columns": (
+        Call(Op.LEFT, LINEAR, "float32", (K, T), view=WEIGHT), K, False, 4 * T * (K + N), ((N // 64, T // 16), (N // 8, T // 16)),
+    ),
+    "no columns": (Call(Op.LEFT, LINEAR, "float32", (K, 0), view=WEIGHT), K, False, 0, WHOLE),
+    "ids": (Call(Op.LOOKUP, NUMBER["embedding"], "bfloat16", (T,)), T, True, 8 * T + 2 * T * K, WHOLE),
+    "norms": (Call(Op.NORMS, LINEAR, "float64"), 1, False, 8 * N, ((N,),) * 2),
+    "a short echo": (Call(Op.ECHO, 0, "float64", (T, 7)), T, False, 2 * 8 * 7 * T, WHOLE),
+    "a long echo": (Call(Op.ECHO, 0, "float64", (T, 700)), T, False, 2 * 8 * 700 * T, ((700 * T,),) * 2),
+    "an empty echo": (Call(Op.ECHO, 0, "float64", (0, 7)), 1, False, 0, WHOLE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "rows", "joinable", "moved", "grids"), PLANNED.values(), ids=PLANNED)
+def test_what_may_join_a_call_and_how_it_is_cut(
+    call: Call, rows: int, joinable: bool, moved: int, grids: tuple[tuple[int, ...], ...]
+) -> None:
+    plan = make_plan(call, STORE, OPTIONS)
+    assert (plan.rows, plan.joinable, plan.moved, plan.grids) == (rows, joinable, moved, grids)
+    assert [cells for _, cells in plan.grains] == [prod(grid) for grid in grids]
 
 
 @pytest.mark.parametrize("view", [

@@ -4,7 +4,7 @@ from math import inf, isclose
 
 import pytest
 
-from symbiosis.executor.scheduling.arrival_model import ArrivalModel, Due, Habits, observe
+from symbiosis.executor.scheduling.arrival_model import KEYS_KEPT, ArrivalModel, Due, Habits, note, observe
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.callers import ALONE_S, CREDIT_S
 from symbiosis.executor.scheduling.costs import READING, UNSEEN_ROW_S, UNSEEN_S, USUAL_S, Costs
@@ -267,10 +267,20 @@ def test_a_rhythm_is_learned_from_calls() -> None:
     assert rhythm.gap["a"] == pytest.approx(0.4 + (1.2 - 0.4) / 4)
     rhythm.answered("b", "a", 6.0, 0.5)
     rhythm.pending.append(item())
+    assert rhythm.comes, "it waits for another call than that"
     assert rhythm.due(9.0) == pytest.approx(Due(9.0 + 0.5 + 0.6, 9.0 + 0.5 + 0.6 + 0.3)), (
         "while it waits: its next but one"
     )
     assert rhythm.ring() == {"a": 0, "b": 1} and observe({}, "a", 3.0) == 3.0 and observe({"a": 4.0}, "a", 8.0) == 5.0
+
+
+def test_a_table_begins_anew_when_a_client_makes_ever_new_keys() -> None:
+    table = dict.fromkeys(range(KEYS_KEPT - 1), 0)
+    note(table, "last", 1)
+    note(table, "last", 2)
+    assert len(table) == KEYS_KEPT and table["last"] == 2
+    note(table, "one more", 3)
+    assert table == {"one more": 3}
 
 
 def test_costs_are_learned_from_products() -> None:
@@ -301,6 +311,7 @@ def test_multiplications_cost_what_those_of_their_kind_did() -> None:
     costs.measured({"k": 3e-9}, 8)
     assert [costs.at_most(call, rows) / rows for rows in (8, 15, 999)] == pytest.approx([3e-9] * 3)
     assert costs.at_most(call, 7) == pytest.approx(3e-9 * 15), "with fewer, a multiplication costs more"
+    assert costs.at_most(call, 1) == pytest.approx(3e-9 * 9)
     assert "k" in costs.slow
     costs.measured({"k": 1e-10}, 64)
     assert costs.at_most(call, 64) == pytest.approx(64e-10) and costs.at_most(call, 63) == pytest.approx(63 * 3e-9)
@@ -393,6 +404,7 @@ def test_who_has_used_more_lets_others_go_first(used: float, first: int) -> None
         (10, 9, [2, 10]),
         (9, 9, [9]),
         (17, 16, [9, 17]),
+        (9, 8, [1, 9]),
         (9, 5, [5, 9]),
     ],
 )
@@ -403,6 +415,11 @@ def test_slices_leave_no_few_rows(rows: int, max_rows: int, stops: list[int]) ->
     while pieces := run(batcher, 0.0):
         found += [stop for _, _, stop in pieces]
     assert found == stops
+
+
+@pytest.mark.parametrize(("rows", "stop"), [(12, 12), (16, 16), (17, 9), (18, 10)])
+def test_what_is_little_more_than_a_slice_runs_whole(rows: int, stop: int) -> None:
+    assert joined(IMMEDIATE, None, max_rows=20)._cutting._stop(item(rows=rows), 10) == stop
 
 
 def test_so_many_calls_of_a_tenant_run_while_another_calls() -> None:
@@ -423,6 +440,14 @@ def test_calls_beside_each_other_fill_a_product() -> None:
     batcher.add(item(2, 1))
     assert run(batcher, 0.0) == [(1, 0, 10), (3, 0, 7), (4, 0, 3)], "twenty rows; what does not fit is passed by"
     assert run(batcher, 0.0) == [(2, 0, 11), (5, 0, 1), (2, 0, 1)]
+
+
+def test_calls_run_beside_the_end_of_a_long_one() -> None:
+    batcher = joined(OPPORTUNISTIC, None, None, max_rows=20)
+    batcher.add(item(1, 25))
+    assert run(batcher, 0.0) == [(1, 0, 17)]
+    batcher.add(item(2, 12, 1.0))
+    assert run(batcher, 1.0) == [(1, 17, 25), (2, 0, 12)]
 
 
 @pytest.mark.parametrize(("rows", "pieces"), [(JOIN_BELOW - 1, 2), (JOIN_BELOW, 1)])
