@@ -496,6 +496,36 @@ def test_a_turn_takes_as_long_as_the_shortest_call_of_others(other_s: float) -> 
 )
 def test_waiting_must_pay(coming: list[Due], saved: float, deadline: float, waits: tuple[int, float]) -> None:
     assert _worth_waiting(coming, saved, 0.0, deadline) == waits
+    later = [Due(expected + 8.0, latest + 8.0) for expected, latest in coming]
+    assert _worth_waiting(later, saved, 8.0, deadline + 8.0) == pytest.approx((waits[0], waits[1] + 8.0))
+
+
+def test_who_is_due_for_a_call_that_waits() -> None:
+    batcher = joined(OPPORTUNISTIC, None, None, max_wait=1.0)
+    for session in (1, 2):
+        batcher.add(item(session))
+    run(batcher, 0.0)
+    rhythm = batcher.callers.sessions[2]
+    rhythm.next, rhythm.pause = "b", 0.5
+    assert batcher.waiting._due(0.1) == {}, "no such call waits"
+    batcher.add(item(1, arrived=0.1, key="b"))
+    assert batcher.waiting._due(0.1) == {"b": [Due(0.5, 0.75)]}
+    assert batcher.waiting._due(0.75) == {}, "it is late"
+
+
+def test_how_far_behind_sessions_are_in_the_ring_that_they_go_round() -> None:
+    batcher = joined(OPPORTUNISTIC, None, None, max_wait=0.25)
+    for key in "abcda":
+        for session in (1, 2):
+            batcher.add(item(session, key=key))
+        run(batcher, 0.0)
+    for session, key in ((1, "b"), (2, "d")):
+        batcher.callers.sessions[session].at = key
+    behind = batcher.waiting._behind(item(1, key="b"))
+    assert behind == {"b": 2, "d": 2}
+    batcher.callers.sessions[2].at = "c"
+    assert batcher.waiting._behind(item(1, key="b")) == {"b": 3, "c": 1}
+    assert batcher.waiting.budget("b") == 0.25
 
 
 @pytest.mark.parametrize(("apart", "product_s"), [(0.25, 0.5), (0.5, 0.25), (0.25, 0.25)])
