@@ -54,9 +54,9 @@ class FuseProgram:
         peak = torch.cuda.max_memory_allocated() if self._device == "cuda" else 0
         return StepFigures(statistics.median(times[3:]), peak)
 
-    def profile(self, rows: int, length: int, fused: bool, file: str) -> None:
-        """Write what a step's kernels, and its calls on the CPU, take."""
-        step = self._step(rows, length, fused)
+    def profile(self, rows: int, length: int, file: str) -> None:
+        """Write what the kernels of a fused step take, and its calls on the CPU."""
+        step = self._step(rows, length, True)
         for _ in range(3):
             step()
         with torch.profiler.profile() as profile:
@@ -66,7 +66,7 @@ class FuseProgram:
         with Path(file).open("a") as out:
             for order in ("self_cuda_time_total", "self_cpu_time_total"):
                 table = profile.key_averages().table(sort_by=order, row_limit=45, max_name_column_width=70)
-                out.write(f"{rows} x {length}, {'fused' if fused else 'as it comes'}, by {order}, 2 steps\n{table}\n")
+                out.write(f"{rows} x {length}, by {order}, 2 steps\n{table}\n")
 
     def _step(self, rows: int, length: int, fused: bool) -> Callable[[], Tensor]:
         (symbiosis.fuse if fused else symbiosis.unfuse)(self._model)
@@ -96,9 +96,8 @@ def fuse(
         before = {each: own.call("measure", *each, False, steps) for each in shapes}
         after = {each: own.call("measure", *each, True, steps) for each in shapes}
         for each in shapes if profile else ():
-            own.call("profile", *each, True, profile)
-            own.call("profile", *each, False, profile)
-    progress("the program by itself is measured")
+            own.call("profile", *each, profile)
+    progress(f"the program by itself: {before}, then {after}")
     with (
         workers(Serving, [(shape, device, endpoint, {"share_weights": True})]) as [server],
         workers(FuseProgram, [(server.call("endpoints")[0], shape, device)]) as [split],

@@ -15,8 +15,9 @@ from symbiosis.client.arguments import a_model
 from symbiosis.client.layers.layer_plan import base_model
 from symbiosis.errors import ConfigError
 from symbiosis.offload.logit_check import AS_GOOD_AS, place_of, probe_tokens
-from symbiosis.training.fused.fused_modules import gated_forward, norm_forward
-from symbiosis.training.fused.lazy_head import HeadForward, ModelForward, is_frozen_product
+from symbiosis.training.fused.forward_pass import ModelForward
+from symbiosis.training.fused.fused_modules import attention_forward, gated_forward, norm_forward
+from symbiosis.training.fused.lazy_head import HeadForward, is_frozen_product
 from symbiosis.training.fused.lora_group import LoraForward, LoraGroup
 from symbiosis.training.fused.module_forward import ModuleForward, has_own_forward, put, take_back
 
@@ -45,11 +46,14 @@ def fuse(model: Model) -> Model:
     base = base_model(model)
     with _evaluated(base):
         probe = _Probe(base)
+        if not has_own_forward(base):
+            put(ModelForward(base, _head(base), probe.groups))
         parts = {
             "adapters": _adapters(probe.groups),
             "loss": _loss(base),
             "norms": _of_modules(base, norm_forward),
             "feed-forwards": _of_modules(base, gated_forward),
+            "rotary positions": _of_modules(base, attention_forward),
         }
         report = [f"{name} ({_take(forwards, probe)})" for name, forwards in parts.items() if forwards]
     logger.info("fused: %s", ", ".join(report) or "nothing")
@@ -106,17 +110,18 @@ class _Probe:
 
     def agrees(self) -> bool:
         """Whether a step has still the loss and the gradients that it had, apart from rounding."""
-        loss, gradients = self.step()
+        found, expected = self.step(), self._expected
+        if [each is None for each in found.gradients] != [each is None for each in expected.gradients]:
+            return False
         near = AS_GOOD_AS[place_of(self._model)[1]]
-        pairs = [(self._expected.loss, loss)]
-        for expected, found in zip(self._expected.gradients, gradients, strict=True):
-            if (expected is None) != (found is None):
-                return False
-            if expected is not None and found is not None:
-                pairs.append((expected, found))
-        largest = max(float(expected.abs().max()) for expected, _ in pairs[1:])
-        off = max(float((found - expected).abs().max()) for expected, found in pairs[1:])
-        return off <= near * largest and bool((loss - self._expected.loss).abs() <= near * self._expected.loss.abs())
+        pairs = zip(found.gradients, expected.gradients, strict=True)
+        off = _length([mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None])
+        length = _length([each for each in expected.gradients if each is not None])
+        return bool((found.loss - expected.loss).abs() <= near * expected.loss.abs()) and off <= near * length
+
+
+def _length(tensors: list[Tensor]) -> float:
+    return float(torch.stack([tensor.float().norm().cpu() for tensor in tensors]).norm())
 
 
 def _note(calls: list[tuple[LoraLinear, Tensor]], layer: LoraLinear, inputs: tuple[Any, ...]) -> None:
@@ -144,11 +149,19 @@ def _adapters(groups: list[LoraGroup]) -> list[ModuleForward]:
     return list(by_layer.values())
 
 
-def _loss(model: nn.Module) -> list[ModuleForward]:
+def _head(model: nn.Module) -> nn.Module | None:
+    """Return the head of a model, if it is frozen."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or not is_frozen_product(head) or has_own_forward(head) or has_own_forward(model):
-        return []
-    return [ModelForward(model, head), HeadForward(head)]
+    return head if head is not None and is_frozen_product(head) and not has_own_forward(head) else None
+
+
+def _loss(model: nn.Module) -> list[ModuleForward]:
+    model_forward = vars(model).get("forward")
+    return (
+        [HeadForward(model_forward.head)]
+        if isinstance(model_forward, ModelForward) and model_forward.head is not None
+        else []
+    )
 
 
 def _of_modules(model: nn.Module, made: Any) -> list[ModuleForward]:

@@ -1,49 +1,23 @@
-"""The forward passes of a causal language model and of its head while there are labels: the head gives logits that nobody has made yet."""
+"""The head of a causal language model while there are labels: it gives logits that nobody has made yet."""
 
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from symbiosis.client.layers.virt_layer import VirtLinear
+from symbiosis.training.fused.forward_pass import labelled
 from symbiosis.training.fused.lazy_logits import LazyLogits, Whole
-from symbiosis.training.fused.module_forward import ModuleForward, is_watched
-
-
-class _Labelled(threading.local):
-    """The head whose logits are wanted for a loss, in this thread."""
-
-    head: nn.Module | None = None
-
-
-_labelled = _Labelled()
-
-
-class ModelForward(ModuleForward):
-    """The `forward` of a causal language model."""
-
-    def __init__(self, module: nn.Module, head: nn.Module) -> None:
-        super().__init__(module)
-        self.head = head
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("labels") is None or is_watched() or torch.is_inference_mode_enabled():
-            return self.own(*args, **kwargs)
-        before, _labelled.head = _labelled.head, self.head
-        try:
-            return self.own(*args, **kwargs)
-        finally:
-            _labelled.head = before
+from symbiosis.training.fused.module_forward import ModuleForward
 
 
 class HeadForward(ModuleForward):
-    """The `forward` of its head."""
+    """The `forward` of a head."""
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if _labelled.head is not self.module or args or kwargs or not is_frozen_product(self.module):
+        if labelled.head is not self.module or args or kwargs or not is_frozen_product(self.module):
             return self.own(hidden, *args, **kwargs)  # type: ignore[no-any-return]
-        _labelled.head = None
+        labelled.head = None
         width: Any = self.module.out_features
         like = torch.empty(*hidden.shape[:-1], width, dtype=_dtype_of_product(hidden), device="meta")
         return LazyLogits.of(Whole(self.own, hidden), hidden, like)

@@ -7,7 +7,8 @@ All in the dtype of the rows; sums are float32, and so are gradients of float32 
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.layers.virt_layer import VirtConv1D, VirtLinear, is_as_served
 from symbiosis.training.fused.module_forward import ModuleForward, is_watched
 
-MISSES_ALLOWED = 3  # so often may layers of a group not be called, until they are computed one by one
+MISSES_ALLOWED = 3  # so often in a row may layers of a group not be called, until PEFT computes them
 
 
 class LoraMatrices(NamedTuple):
@@ -29,6 +30,16 @@ class LoraMatrices(NamedTuple):
     a: nn.Parameter  # [r, K]
     b: nn.Parameter  # [N, r]
     scale: float
+
+
+class Operands(NamedTuple):
+    """What acts at the layers of a group: parameters, and their values in the dtype of the rows, all A in one matrix."""
+
+    a: list[nn.Parameter]
+    b: list[nn.Parameter]
+    scale: float
+    a_RK: Tensor
+    b_NR: list[Tensor]
 
 
 class FrozenProduct(NamedTuple):
@@ -52,18 +63,12 @@ class LoraGroup:
             return made
         if layer is not self.layers[0] or self.misses >= MISSES_ALLOWED or not _is_recorded(x):
             return None
-        adapters = []
-        for each in self.layers:
-            if (adapter := _adapter_of(each)) is None or adapter.a.device != x.device:
-                return None
-            adapters.append(adapter)
-        if len({adapter.scale for adapter in adapters}) > 1:
-            return None
         dtype = _dtype_of_rows(x)
+        if (operands := _operands_of(self, x.device, dtype)) is None:
+            return None
         bases = [_base_of(each.base_layer, x, dtype) for each in self.layers]
         ys = [base.y for base in bases]
-        lows = [adapter.a for adapter in adapters], [adapter.b for adapter in adapters]
-        results = _LoraGroup.apply(x, dtype, adapters[0].scale, bases, *ys, *lows[0], *lows[1])  # type: ignore[no-untyped-call]
+        results = _LoraGroup.apply(x, dtype, operands, bases, *ys, *operands.a, *operands.b)  # type: ignore[no-untyped-call]
         _waiting.keep(self, x, results)
         return results[0]  # type: ignore[no-any-return]
 
@@ -104,7 +109,7 @@ class _Waiting(threading.local):
             return None
         made = self.results.pop(id(layer), None)
         if not self.results:
-            self.group = None
+            self.group, group.misses = None, 0
         return made
 
 
@@ -121,32 +126,99 @@ def _is_recorded(x: Tensor) -> bool:
     )
 
 
+class _Prepared(threading.local):
+    """The operands of all groups of a model, by device and dtype, while a forward pass of this thread lasts."""
+
+    groups: list[LoraGroup] = []
+    operands: dict[tuple[torch.device, torch.dtype], dict[LoraGroup, Operands]] | None = None
+
+
+_prepared = _Prepared()
+
+
+@contextmanager
+def operands_in(groups: list[LoraGroup]) -> Iterator[None]:
+    """Within a forward pass, prepare the operands of all groups together when the first is needed."""
+    before = _prepared.groups, _prepared.operands
+    _prepared.groups, _prepared.operands = groups, {}
+    try:
+        yield
+    finally:
+        _prepared.groups, _prepared.operands = before
+
+
+def _operands_of(group: LoraGroup, device: torch.device, dtype: torch.dtype) -> Operands | None:
+    if _prepared.operands is None:  # a layer that is computed again, for its gradients
+        return _prepare([group], device, dtype).get(group)
+    if (made := _prepared.operands.get((device, dtype))) is None:
+        made = _prepared.operands[device, dtype] = _prepare(_prepared.groups, device, dtype)
+    return made.get(group)
+
+
+@torch.no_grad()
+def _prepare(groups: list[LoraGroup], device: torch.device, dtype: torch.dtype) -> dict[LoraGroup, Operands]:
+    """Return the operands of those groups that can be computed together."""
+    matrices = {group: found for group in groups if (found := _matrices_of(group, device)) is not None}
+    parameters: list[Any] = [
+        p for found in matrices.values() for p in (*(one.a for one in found), *(one.b for one in found))
+    ]
+    if not parameters:
+        return {}
+    flat = torch.empty(sum(p.numel() for p in parameters), device=device, dtype=dtype)
+    copies = torch._C._nn.unflatten_dense_tensors(flat, parameters)
+    torch._foreach_copy_(copies, parameters)
+    made, at, first = {}, 0, 0
+    for group, found in matrices.items():
+        a, b, count = [one.a for one in found], [one.b for one in found], len(found)
+        values, a_RK = copies[at : at + 2 * count], copies[at]
+        if count > 1:
+            rank, width = sum(len(one) for one in a), a[0].shape[1]
+            a_RK = flat[first : first + rank * width].view(rank, width)
+        made[group] = Operands(a, b, found[0].scale, a_RK, values[count:])
+        at += 2 * count
+        first += sum(one.numel() for one in values)
+    return made
+
+
+def _matrices_of(group: LoraGroup, device: torch.device) -> list[LoraMatrices] | None:
+    found: list[LoraMatrices] = []
+    for layer in group.layers:
+        adapter = _adapter_of(layer)
+        if (
+            adapter is None
+            or not adapter.a.device == adapter.b.device == device
+            or (found and adapter.scale != found[0].scale)
+        ):
+            return None
+        found.append(adapter)
+    return found
+
+
 def _adapter_of(layer: LoraLinear) -> LoraMatrices | None:
-    """Return the only adapter that acts at a layer, if it is LoRA and nothing else."""
-    if layer.disable_adapters or layer.merged_adapters:
+    """Return the only adapter that acts at a layer, if it is LoRA and nothing else. Asks what holds these, since a module takes its time to say
+    where they are."""
+    if layer._disable_adapters or layer.merged_adapters:
         return None
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    modules: Any = layer._modules
+    downs = modules["lora_A"]._modules
+    active = [name for name in layer.active_adapters if name in downs]
     if len(active) != 1:
         return None
     [name] = active
-    a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    if name in layer.lora_variant or not _is_plain(a) or not _is_plain(b) or a.weight.device != b.weight.device:
+    down, up, dropout = downs[name], modules["lora_B"]._modules[name], modules["lora_dropout"]._modules[name]
+    if name in layer.lora_variant or not _is_plain(down) or not _is_plain(up):
         return None
-    if not isinstance(dropout, nn.Identity) and (type(dropout) is not nn.Dropout or (dropout.training and dropout.p)):
+    if type(dropout) is not nn.Identity and (type(dropout) is not nn.Dropout or (dropout.training and dropout.p)):
         return None
-    if not (a.weight.requires_grad or b.weight.requires_grad):
+    a, b = down._parameters["weight"], up._parameters["weight"]
+    if type(a) is not nn.Parameter or type(b) is not nn.Parameter or not (a.requires_grad or b.requires_grad):
         return None
-    return LoraMatrices(a.weight, b.weight, layer.scaling[name])  # type: ignore[arg-type]
+    return LoraMatrices(a, b, layer.scaling[name])
 
 
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a layer is nothing but a product."""
-    return (
-        type(linear) is nn.Linear
-        and linear.bias is None
-        and not (linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks)
-        and "forward" not in vars(linear)
-    )
+    return type(linear) is nn.Linear and linear._parameters["bias"] is None and not _has_hooks(linear)
 
 
 def _dtype_of_rows(x: Tensor) -> torch.dtype:
@@ -190,22 +262,19 @@ def _frozen_matrix(layer: nn.Module, x: Tensor) -> Tensor | None:
 class _LoraGroup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dtype: torch.dtype, scale: float, bases: list[FrozenProduct], *tensors: Any
+        ctx: Any, x: Tensor, dtype: torch.dtype, operands: Operands, bases: list[FrozenProduct], *tensors: Any
     ) -> tuple[Tensor, ...]:
-        count = len(bases)
-        a, b = tensors[count : 2 * count], tensors[2 * count :]
-        x_TK = x.reshape(-1, x.shape[-1]).to(dtype)
-        a_RK = _cast(torch.cat(a) if count > 1 else a[0], dtype)
-        b_NR = [_cast(each, dtype) for each in b]
+        a, b, scale, a_RK, b_NR = operands
+        x_TK = _cast(x.reshape(-1, x.shape[-1]), dtype)
         low_TR = x_TK.new_empty(len(x_TK), len(a_RK))
         torch.addmm(low_TR, x_TK, a_RK.t(), beta=0, alpha=scale, out=low_TR)
         ranks = [each.shape[0] for each in a]
-        results = []
+        rows, results = x_TK.view(x.shape), []
         for base, low, each in zip(bases, low_TR.split(ranks, 1), b_NR, strict=True):
             y = base.y
             if y is None:
                 bias = None if base.bias is None else base.bias.to(dtype)
-                y = F.linear(x_TK.view(x.shape), _cast(base.matrix, dtype), bias)
+                y = F.linear(rows, _cast(base.matrix, dtype), bias)
             y.view(-1, y.shape[-1]).addmm_(low, each.t())
             results.append(y)
         ctx.mark_dirty(*(base.y for base in bases if base.y is not None))

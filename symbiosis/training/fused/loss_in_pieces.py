@@ -55,7 +55,7 @@ class _LossInPieces(torch.autograd.Function):
                 product = logits = head(leaf)
                 for change in changes:
                     logits = change(logits)
-            logp = _log_softmax(logits.detach())
+            logp = F.log_softmax(logits.detach(), -1, dtype=losses.dtype)
             of_target = logp.gather(1, target[piece])
             losses[piece] = torch.where(kept[piece], -of_target[:, 0], 0.0)
             if dh_TH is not None:
@@ -75,9 +75,3 @@ class _LossInPieces(torch.autograd.Function):
             raise RuntimeError("gradients of gradients: symbiosis.unfuse(model) first")
         [dh_TH] = ctx.saved_tensors
         return torch.mul(dh_TH, d_losses[:, None], out=torch.empty_like(dh_TH)), None, None, None, None, None
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    if logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16):
-        return torch._log_softmax(logits, -1, True)  # reads them as they are
-    return F.log_softmax(logits, -1, dtype=torch.float32 if logits.dtype is not torch.float64 else None)
