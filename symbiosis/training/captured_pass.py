@@ -178,7 +178,7 @@ class CapturedPass:
 def acting_groups(adapters: Sequence[RunAdapter], groups: Sequence[SharedRows]) -> frozenset[int]:
     """Return the numbers of the groups of layers at which any of these adapters acts."""
     names = {name for adapter in adapters for name in adapter.low_rank}
-    return frozenset(group.number for group in groups if not names.isdisjoint(group.names))
+    return frozenset(group.group for group in groups if not names.isdisjoint(group.names))
 
 
 def bucket(rows: int, least: int) -> int:

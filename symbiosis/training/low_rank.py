@@ -9,12 +9,15 @@ dtype, in the backward pass itself: no node and no tensor for each matrix of eac
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from symbiosis.kernels import with_triton
+from symbiosis.serving.runner.compiled_layers import SharedInput, places, take_from
+from symbiosis.serving.runner.shared_inputs import width_of
 
 
 class LowRank(NamedTuple):
@@ -42,44 +45,55 @@ class ActingRuns:
     groups: frozenset[int] = frozenset()  # of layers, where any of them acts
 
 
-class SharedRows:
+class SharedRows(SharedInput):
     """Linear layers that are given the same rows (q, k and v; gate and up): the base's products of all of them, and what adapters add. When the first
     is called, all are computed; the others take theirs when they are called."""
 
     def __init__(self, number: int, names: Sequence[str], modules: Sequence[nn.Module], acting: ActingRuns) -> None:
-        self.number, self.names, self._acting = number, list(names), acting
+        super().__init__(self._made, [width_of(module) for module in modules])
+        self.group, self.names, self._acting = number, list(names), acting
         self._bases = [module.forward for module in modules]
         plain: list[Any] = [m for m in modules if type(m) is nn.Linear and m.bias is None]
         self._weights = [module.weight for module in plain]
-        self._given: Tensor | None = None
-        self._ready: list[Tensor] = []
+        self._low: Tensor | None = None  # what the rows of the pass were shrunk to, for its gradient
+        if len(plain) == len(modules):
+            take_from(self, modules)
+            return
         for member, module in enumerate(modules):
-            module.forward = self._taking(member)  # type: ignore[method-assign]
+            module.forward = torch.compiler.disable(partial(self.take, member))  # type: ignore[method-assign]
 
-    def _taking(self, member: int) -> Any:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]  # what autograd records here is its own
-        def forward(x: Tensor) -> Tensor:
-            if self._given is not x:
-                self._ready, self._given = self._products(x), x
-            y = self._ready[member]
-            if member == len(self.names) - 1:
-                self._given, self._ready = None, []
-            return y
-
-        return forward
-
-    def _products(self, x: Tensor) -> list[Tensor]:
-        if self.number not in self._acting.groups:
+    def _made(self, x: Tensor) -> list[Tensor]:
+        if self.group not in self._acting.groups:
             return self.base_products(x)
         recorded = torch.is_grad_enabled()
         return list(_Adapted.apply(x, self._acting.anchor.to(x.device), self, recorded))  # type: ignore[no-untyped-call]
+
+    def traced(self, x: Tensor) -> list[Tensor]:
+        """Return the products as a compiler sees them: an op, whose gradient is another."""
+        return _trained_products(x, self.number, self.widths)
+
+    def products_of_pass(self, x: Tensor) -> list[Tensor]:
+        """Return the products, and keep what `gradient_of_pass` needs of the adapters."""
+        ys = self.base_products(x)
+        if self.group in self._acting.groups:
+            self._low = self.adapt_([y.view(-1, y.shape[-1]) for y in ys], x.reshape(-1, x.shape[-1]))
+        return ys
+
+    def gradient_of_pass(self, x: Tensor, dys: Sequence[Tensor]) -> Tensor:
+        """Return the gradient of the rows, and add to those of the adapters."""
+        dx = self.gradient_of_rows(x, (), dys)
+        if self.group in self._acting.groups:
+            low, self._low = self._low, None
+            flat = [dy.reshape(-1, dy.shape[-1]).contiguous() for dy in dys]
+            self.gradients_(dx.view(-1, dx.shape[-1]), flat, x.reshape(-1, x.shape[-1]), low)
+        return dx
 
     def base_products(self, x: Tensor) -> list[Tensor]:
         return [base(x) for base in self._bases]
 
     def gradient_of_rows(self, x: Tensor, ys: Sequence[Tensor], dys: Sequence[Tensor]) -> Tensor:
         """Return the gradient of the rows by the base's products."""
-        if len(self._weights) < len(ys):
+        if len(self._weights) < len(self.names):
             return torch.autograd.grad(ys, x, dys)[0]
         first, *others = zip(dys, self._weights, strict=True)
         dx = (first[0] @ first[1]).view(-1, x.shape[-1])
@@ -90,7 +104,7 @@ class SharedRows:
     def adapt_(self, ys: Sequence[Tensor], x_TK: Tensor) -> Any:
         """Add to the products what the adapters make of the rows. Returns what the gradients need."""
         if self._acting.tables is not None:
-            return _kernels().adapt_(ys, x_TK, self._acting.tables, self.number)
+            return _kernels().adapt_(ys, x_TK, self._acting.tables, self.group)
         lows = []
         for y_TN, name in zip(ys, self.names, strict=True):
             for rows, (a, b, scale) in self._of(name):
@@ -102,7 +116,7 @@ class SharedRows:
     def gradients_(self, dx_TK: Tensor | None, dys: Sequence[Tensor], x_TK: Tensor, kept: Any) -> None:
         """Add to the gradients of the adapters, and of the rows."""
         if self._acting.tables is not None:
-            _kernels().gradients_(dx_TK, dys, x_TK, kept, self._acting.tables, self.number)
+            _kernels().gradients_(dx_TK, dys, x_TK, kept, self._acting.tables, self.group)
             return
         lows = iter(kept)
         for dy_TN, name in zip(dys, self.names, strict=True):
@@ -142,6 +156,44 @@ class _Adapted(torch.autograd.Function):
         x_TK = leaf.detach().reshape(-1, leaf.shape[-1]).contiguous()
         layers.gradients_(flat, [dy.reshape(-1, dy.shape[-1]).contiguous() for dy in dys], x_TK, ctx.kept)
         return dx, None, None, None
+
+
+@torch.library.custom_op("symbiosis::trained_products", mutates_args=())
+def _trained_products(x: Tensor, place: Tensor, widths: list[int]) -> list[Tensor]:
+    return _place(place).products_of_pass(x)
+
+
+@_trained_products.register_fake
+def _shapes_of_products(x: Tensor, place: Tensor, widths: list[int]) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], width) for width in widths]
+
+
+@torch.library.custom_op("symbiosis::trained_gradient", mutates_args=())
+def _trained_gradient(x: Tensor, dys: list[Tensor], place: Tensor) -> Tensor:
+    return _place(place).gradient_of_pass(x, dys)
+
+
+@_trained_gradient.register_fake
+def _shape_of_gradient(x: Tensor, dys: list[Tensor], place: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _differentiate(ctx: Any, dys: list[Tensor]) -> tuple[Tensor, None, None]:
+    x, place = ctx.saved_tensors
+    return _trained_gradient(x, dys, place), None, None
+
+
+_trained_products.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _place(number: Tensor) -> SharedRows:
+    place = places[int(number)]
+    assert isinstance(place, SharedRows)
+    return place
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

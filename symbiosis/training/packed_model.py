@@ -63,6 +63,7 @@ class PackedModel:
             self._share(names)
         self._usual = tuple(self._groups)  # which compiled code knows
         if self._captured is not None and compiled:
+            self._model.get_input_embeddings().register_forward_hook(self._begin_gradients)  # type: ignore[operator, union-attr]
             compile_layers(self._model, text_config(model).num_hidden_layers)
 
     def add(self, adapter: RunAdapter) -> None:
@@ -83,6 +84,11 @@ class PackedModel:
         for name in adapter.low_rank:
             if not any(name in group.names for group in self._groups):
                 self._share([name])
+
+    def _begin_gradients(self, module: nn.Module, inputs: Any, embedded: Tensor) -> None:
+        """Let the first layer have a backward pass: compiled code has none where no rows need one."""
+        if self._acting.tables is not None and torch.is_grad_enabled():
+            embedded.requires_grad_()
 
     def _share(self, names: Sequence[str]) -> None:
         modules = [self._modules[name] for name in names]

@@ -39,7 +39,7 @@ class Cut(NamedTuple):
     rows: int = TILE
 
 
-SHRINK, EXPAND, GRADIENT = Cut(128, 4, 3), Cut(128, 4, 2), Cut(32, 4, 3, rows=128)
+SHRINK_A, SHRINK_B, EXPAND, GRADIENT = Cut(128, 4, 3), Cut(64, 4, 4), Cut(128, 4, 2), Cut(64, 4, 4)
 
 
 class RowTables(NamedTuple):
@@ -111,22 +111,21 @@ def _shrink(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _low(parts, member, rows, row, there, r, MEMBERS: tl.constexpr, RANKS: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Return the sum of what the parts have found, [TILE, RANKS]."""
-    sums = tl.zeros((TILE, RANKS), tl.float32)
+def _sum(parts, low, each, FLOAT: tl.constexpr, SPLIT: tl.constexpr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add up what the parts have found."""
+    at = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    sums = tl.zeros((NUMBERS,), tl.float32)
     for part in tl.static_range(SPLIT):
-        of = parts + ((part * MEMBERS + member) * rows + row[:, None]) * RANKS + r[None, :]
-        sums += tl.load(of, mask=there[:, None], other=0.0)
-    return sums
+        sums += tl.load(parts + part * each + at, mask=at < each, other=0.0)
+    tl.store(low + at, sums.to(FLOAT), mask=at < each)
 
 
 @triton.jit
 def _expand(  # type: ignore[no-untyped-def]
-    y0, y1, y2, y3, w0, w1, w2, w3, parts, low, tiles, records, rows, members, FLOAT: tl.constexpr, ALIGNED: tl.constexpr, OF_B: tl.constexpr,
+    y0, y1, y2, y3, w0, w1, w2, w3, low, tiles, records, rows, members, FLOAT: tl.constexpr, ALIGNED: tl.constexpr, OF_B: tl.constexpr,
     SUM: tl.constexpr, MEMBERS: tl.constexpr, WORDS: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Add to y_m, or the sum over all layers to y_0. The first block of columns keeps what the rows were shrunk to."""
+    """Add to y_m, or the sum over all layers to y_0."""
     block, tile = tl.program_id(0), tl.program_id(1)
     first, count, segment = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     t, r = tl.arange(0, TILE), tl.arange(0, RANKS)
@@ -145,9 +144,9 @@ def _expand(  # type: ignore[no-untyped-def]
             if at != 0:
                 acts = 1
                 rank = tl.load(record + 4).to(tl.int32)
-                low_TR = _low(parts, member, rows, row, there, r, MEMBERS, RANKS, SPLIT, TILE).to(FLOAT)
-                if block == 0:
-                    tl.store(low + (member * rows + row[:, None]) * RANKS + r[None, :], low_TR, mask=there[:, None])
+                low_TR = tl.load(
+                    low + (member * rows + row[:, None]) * RANKS + r[None, :], mask=there[:, None], other=0.0
+                )
                 of, known = _matrix(at, r[:, None], columns[None, :], rank, width, OF_B)
                 sums = tl.dot(low_TR, tl.load(of, mask=known, other=0.0).to(FLOAT), sums, input_precision="ieee")
         if acts:
@@ -185,16 +184,17 @@ def _gradient(  # type: ignore[no-untyped-def]
 def adapt_(ys: Sequence[Tensor], x: Tensor, tables: RowTables, group: int) -> Tensor:
     """Add what the adapters make of the rows [T, K] to the products [T, N_m] of a group's layers. Returns what the rows were shrunk to,
     [MEMBERS, T, ranks]."""
-    parts = _shrunk([x] * len(ys), tables, group, of_b=False)
-    return _expanded(ys, parts, tables, group, of_b=True, add_up=False)
+    low = _shrunk([x] * len(ys), tables, group, of_b=False)
+    _expanded(ys, low, tables, group, of_b=True, add_up=False)
+    return low
 
 
 def gradients_(dx: Tensor | None, gs: Sequence[Tensor], x: Tensor, low: Tensor, tables: RowTables, group: int) -> None:
     """Add to the gradients of the adapters' matrices, and to that of the rows, [T, K]."""
     _outer(gs, low, tables, group, of_b=True)
-    parts = _shrunk(gs, tables, group, of_b=True)
-    into = torch.zeros_like(x) if dx is None else dx  # what the products are shrunk to is kept on the way
-    low = _expanded([into] * len(gs), parts, tables, group, of_b=False, add_up=True)
+    low = _shrunk(gs, tables, group, of_b=True)
+    if dx is not None:
+        _expanded([dx] * len(gs), low, tables, group, of_b=False, add_up=True)
     _outer([x] * len(gs), low, tables, group, of_b=False)
 
 
@@ -203,19 +203,19 @@ def _shrunk(xs: Sequence[Tensor], tables: RowTables, group: int, of_b: bool) -> 
     parts = xs[0].new_empty(SPLIT, MEMBERS, rows, tables.ranks, dtype=torch.float32)
     _shrink[(len(xs), len(tables.tiles), SPLIT)](
         *_four(xs), parts, tables.tiles, tables.records[group], len(tables.segments), rows, TILE=TILE, SPLIT=SPLIT,
-        **_how(xs, tables, of_b, SHRINK),
+        **_how(xs, tables, of_b, SHRINK_B if of_b else SHRINK_A),
     )  # fmt: skip
-    return parts
+    low = xs[0].new_empty(MEMBERS, rows, tables.ranks)
+    _sum[(triton.cdiv(low.numel(), 1024),)](parts, low, low.numel(), FLOAT=FLOAT[low.dtype], SPLIT=SPLIT, NUMBERS=1024)
+    return low
 
 
-def _expanded(ys: Sequence[Tensor], parts: Tensor, tables: RowTables, group: int, of_b: bool, add_up: bool) -> Tensor:
+def _expanded(ys: Sequence[Tensor], low: Tensor, tables: RowTables, group: int, of_b: bool, add_up: bool) -> None:
     rows, how = len(ys[0]), _how(ys, tables, of_b, EXPAND)
-    low = parts.new_empty(MEMBERS, rows, tables.ranks, dtype=ys[0].dtype)
     blocks = triton.cdiv(max(y.shape[1] for y in ys), how["COLUMNS"])
     _expand[(blocks, len(tables.tiles), 1 if add_up else len(ys))](
-        *_four(ys), parts, low, tables.tiles, tables.records[group], rows, len(ys), SUM=add_up, TILE=TILE, SPLIT=SPLIT, **how
+        *_four(ys), low, tables.tiles, tables.records[group], rows, len(ys), SUM=add_up, TILE=TILE, **how
     )  # fmt: skip
-    return low
 
 
 def _outer(xs: Sequence[Tensor], low: Tensor, tables: RowTables, group: int, of_b: bool) -> None:
@@ -223,7 +223,7 @@ def _outer(xs: Sequence[Tensor], low: Tensor, tables: RowTables, group: int, of_
     blocks = triton.cdiv(max(x.shape[1] for x in xs), how["COLUMNS"])
     _gradient[(blocks, len(tables.segments), len(xs))](
         *_four(xs), low, tables.segments, tables.records[group], len(xs[0]),
-        TILE=GRADIENT.rows if tables.ranks <= WIDE else GRADIENT.rows // 4, **how,
+        TILE=GRADIENT.rows if tables.ranks <= WIDE else GRADIENT.rows // 2, **how,
     )  # fmt: skip
 
 

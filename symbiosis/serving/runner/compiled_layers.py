@@ -25,26 +25,29 @@ class SharedInput:
         self.number = torch.tensor(id(self))
         self._given: Tensor | None = None
         self._ready: list[Tensor] = []
-        _places[id(self)] = self
+        places[id(self)] = self
 
     def take(self, member: int, x: Tensor) -> Tensor:
         """Return the product of one of the layers, by its number."""
         if self._given is not x:
-            is_compiling = torch.compiler.is_compiling()
-            self._ready = _adapted_products(x, self.number, self.widths) if is_compiling else self.products(x)
+            self._ready = self.traced(x) if torch.compiler.is_compiling() else self.products(x)
             self._given = x
         y = self._ready[member]
         if member == len(self.widths) - 1:
             self._given, self._ready = None, []
         return y
 
+    def traced(self, x: Tensor) -> list[Tensor]:
+        """Return the products as a compiler sees them: an op."""
+        return _adapted_products(x, self.number, self.widths)
 
-_places: "WeakValueDictionary[int, SharedInput]" = WeakValueDictionary()
+
+places: "WeakValueDictionary[int, SharedInput]" = WeakValueDictionary()
 
 
 @torch.library.custom_op("symbiosis::adapted_products", mutates_args=())
 def _adapted_products(x: Tensor, place: Tensor, widths: list[int]) -> list[Tensor]:
-    return _places[int(place)].products(x)
+    return places[int(place)].products(x)
 
 
 @_adapted_products.register_fake
@@ -84,7 +87,10 @@ _kinds: dict[type[nn.Module], type[nn.Module]] = {}
 
 def put_in_place(modules: Sequence[nn.Module], products: Callable[[Tensor], list[Tensor]], widths: list[int]) -> None:
     """Let these layers take what `products` computes. They come in the order in which they are called."""
-    place = SharedInput(products, widths)
+    take_from(SharedInput(products, widths), modules)
+
+
+def take_from(place: SharedInput, modules: Sequence[nn.Module]) -> None:
     for member, module in enumerate(modules):
         kind = type(module)
         if kind not in _kinds:
