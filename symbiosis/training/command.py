@@ -10,6 +10,7 @@ from torch import Tensor
 
 from symbiosis.errors import ConfigError
 from symbiosis.training.datum import Datum
+from symbiosis.training.joined_steps import StepWords, step_together
 from symbiosis.training.losses import Custom
 from symbiosis.training.run_journal import DatumRecord, Record, packed, unpacked
 from symbiosis.training.train_state import TrainState
@@ -131,11 +132,12 @@ def again(record: Record) -> Command | None:
 
 def step_command(words: dict[str, Any]) -> Command:
     """Return a step of AdamW, asked for by these words."""
-    lr, beta1, beta2, eps, decay, most = (
-        words[name] for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm")
-    )
+    asked = StepWords(**words)
 
     def step(state: TrainState) -> float:
-        return state.step(lr, (beta1, beta2), eps, decay, most)
+        [outcome] = step_together([(state, asked)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     return Command("step", call=step, words=words, changes=True)

@@ -31,7 +31,7 @@ class JoinedPasses:
                 for (command, _), work in zip(asked, works, strict=True):
                     if command.function is not None:
                         self._differentiate(command, work)
-                for part in _parts(works, self._most):
+                for part in _parts(_by_adapter(works), self._most):
                     self._compute(part)
         except Exception as error:
             if len(asked) == 1:
@@ -64,6 +64,11 @@ def _work(command: Command, state: TrainState) -> RunWork:
     work = RunWork(state.adapter, command.data, command.kind or "cross_entropy", command.config, backward)
     work.given, work.loss = command.slopes, command.loss
     return work
+
+
+def _by_adapter(works: Sequence[RunWork]) -> list[RunWork]:
+    """Return them so that those of one adapter follow one another."""
+    return [work for adapter in {work.adapter: None for work in works} for work in works if work.adapter is adapter]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ class Residency:
         make: Makes the adapter that a run of this journal began with.
         do: Does a command again.
         in_memory: Runs, at most, if those that are idle can leave.
-        on_device: Of these.
+        on_device: Of these; None: as many as leave an eighth of its memory free.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Residency:
         make: Callable[[RunJournal], TrainState],
         do: Callable[[TrainState, Command], None],
         in_memory: int,
-        on_device: int,
+        on_device: int | None,
     ) -> None:
         self._make, self._do = make, do
         self._in_memory, self._on_device = in_memory, on_device
@@ -60,13 +60,27 @@ class Residency:
 
     def make_room(self) -> None:
         """Let idle runs leave: those that were not used for longest."""
-        for run in list(self._at_home)[: max(0, len(self._at_home) - self._on_device)]:
+        for run in list(self._at_home)[:-1]:
+            if not self._is_full():
+                break
             if not run.commands and run.state is not None:
                 run.state.to(HOST)
                 del self._at_home[run]
         for run in list(self._here)[: max(0, len(self._here) - self._in_memory)]:
             if not run.commands and not self._leaves(run):
                 return
+
+    def _is_full(self) -> bool:
+        """Whether there are too many runs on the device."""
+        if self._on_device is not None:
+            return len(self._at_home) > self._on_device
+        used_last = next(reversed(self._at_home))
+        if used_last.state is None or used_last.state.home.type != "cuda":
+            return False
+        device = used_last.state.home
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free < total // 8
 
     def write(self, run: Run) -> None:
         """Write a run's state to its folder. Raises `OSError` if there is no room: then its log goes on."""

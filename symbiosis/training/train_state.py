@@ -1,15 +1,15 @@
 """What a run has in memory: its adapter, AdamW's moments, and gradients that wait for a step."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from symbiosis.errors import AdapterError, ConfigError
+from symbiosis.errors import AdapterError
 from symbiosis.training.flat_parameters import FlatParameters
 from symbiosis.training.run_adapter import RunAdapter
 
@@ -24,8 +24,8 @@ class TrainState:
 
     def __init__(self, adapter: RunAdapter, lora_plus: float) -> None:
         self.adapter = adapter
-        self.optimizer = torch.optim.AdamW(_groups(adapter, lora_plus), lr=0.0, fused=adapter.is_on_gpu)
-        self._ratios = [float(group["ratio"]) for group in self.optimizer.param_groups]
+        self._moments: dict[FlatParameters, dict[str, Tensor]] = {}  # with the number of steps
+        self._ratios = _ratios(adapter, lora_plus)
         self.home = adapter.parameters[0].device
 
     @property
@@ -35,32 +35,24 @@ class TrainState:
 
     @property
     def steps(self) -> int:
-        states = self.optimizer.state.values()
-        return max((int(state["step"]) for state in states), default=0)
+        return max((int(moments["step"]) for moments in self._moments.values()), default=0)
 
-    def step(self, lr: float, betas: tuple[float, float], eps: float, decay: float, most: float | None) -> float:
-        """Make a step of AdamW, and return the gradients' norm. They are gone then, also if they were not finite."""
-        flats = self.adapter.flats
-        if not any(flat.waits for flat in flats):
-            raise ConfigError("there are no gradients to step with: call forward_backward first")
-        norm = float(torch.nn.utils.get_total_norm([flat.gradients for flat in flats]))
-        try:
-            if not norm < float("inf"):
-                raise ConfigError(f"the gradients' norm is {norm}: they are dropped, and nothing has changed")
-            if most is not None:
-                torch.nn.utils.clip_grads_with_norm_([flat.values for flat in flats], most, torch.tensor(norm))
-            for group, ratio in zip(self.optimizer.param_groups, self._ratios, strict=True):
-                group.update(lr=lr * ratio, betas=betas, eps=eps, weight_decay=decay)
-            self.optimizer.step()
-        finally:
-            self._drop_gradients()
-        return norm
+    def rates(self) -> Iterator[tuple[FlatParameters, float]]:
+        """Yield parameters, and by how much their learning rate is larger than was asked for."""
+        return zip(self.adapter.flats, self._ratios, strict=True)
+
+    def moments(self, flat: FlatParameters) -> dict[str, Tensor]:
+        """Return AdamW's state of these parameters, which may begin now."""
+        if flat not in self._moments:
+            step = torch.zeros((), device=flat.values.device if flat.values.is_cuda else None)
+            self._moments[flat] = {"step": step, **{name: torch.zeros_like(flat.values.detach()) for name in MOMENTS}}
+        return self._moments[flat]
 
     def to(self, device: torch.device) -> None:
         for flat in self.adapter.flats:
             flat.to(device)
-            if state := self.optimizer.state.get(flat.values):
-                state.update({name: state[name].to(device) for name in MOMENTS})
+            if moments := self._moments.get(flat):
+                moments.update({name: moments[name].to(device) for name in MOMENTS})
 
     # ------------------------------------------------------------ as a whole, to the bit
 
@@ -68,7 +60,7 @@ class TrainState:
         """Return all that commands change."""
         found = {f"{number}.drawn": state for number, state in enumerate(self.adapter.drawn)}
         for number, flat in enumerate(self.adapter.flats):
-            state = self.optimizer.state.get(flat.values, {})
+            state = self._moments.get(flat, {})
             each = {"values": flat.values, **({"gradients": flat.gradients} if flat.waits else {}), **state}
             found |= {f"{number}.{name}": tensor.detach().cpu() for name, tensor in each.items()}
         return found
@@ -93,12 +85,12 @@ class TrainState:
 
     def _begin_again(self, flat: FlatParameters, of: dict[str, Tensor] | None) -> None:
         """Give these parameters AdamW's state, or none."""
-        self.optimizer.state.pop(flat.values, None)
+        self._moments.pop(flat, None)
         if of is not None:
             step = of["step"].to(flat.values.device) if self.adapter.is_on_gpu else of["step"]
-            self.optimizer.state[flat.values] = {"step": step, **{n: of[n].to(flat.values) for n in MOMENTS}}
+            self._moments[flat] = {"step": step, **{n: of[n].to(flat.values) for n in MOMENTS}}
 
-    def _drop_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         for flat in self.adapter.flats:
             flat.drop_gradients()
 
@@ -113,8 +105,8 @@ class TrainState:
         """Take over the values of such a folder, with those of the optimizer, or with one that begins anew."""
         try:
             self.adapter.load(load_file(folder / ADAPTER))
-            self.optimizer.state.clear()
-            self._drop_gradients()
+            self._moments.clear()
+            self.drop_gradients()
             if optimizer and (folder / OPTIMIZER).is_file():
                 self._put_of_parameters(load_file(folder / OPTIMIZER))
         except SafetensorError as error:
@@ -125,7 +117,7 @@ class TrainState:
         found: dict[str, Tensor] = {}
         number = 0
         for flat in self.adapter.flats:
-            state = self.optimizer.state.get(flat.values, {})
+            state = self._moments.get(flat, {})
             parts = {name: flat.parts(state[name].detach().cpu()) for name in MOMENTS if state}
             for place in range(len(flat.parameters)):
                 for name, values in parts.items():
@@ -163,10 +155,7 @@ def lora_plus_of(folder: Path) -> float:
         raise AdapterError(f"{folder} is cut off or damaged: {error}") from error
 
 
-def _groups(adapter: RunAdapter, lora_plus: float) -> list[dict[str, Any]]:
-    """Return what the optimizer steps with one learning rate; that of LoRA's B is `lora_plus` times the others' (LoRA+)."""
+def _ratios(adapter: RunAdapter, lora_plus: float) -> list[float]:
+    """Return by how much each learning rate is larger: that of LoRA's B is `lora_plus` times the others' (LoRA+)."""
     names = {id(p): name for name, p in adapter.peft.named_parameters()}
-    return [
-        {"params": [flat.values], "ratio": lora_plus if "lora_B" in names[id(flat.parameters[0])] else 1.0}
-        for flat in adapter.flats
-    ]
+    return [lora_plus if "lora_B" in names[id(flat.parameters[0])] else 1.0 for flat in adapter.flats]

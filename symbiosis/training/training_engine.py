@@ -20,6 +20,7 @@ from symbiosis.training.command_queue import CommandQueue
 from symbiosis.training.datum import Datum, check_tokens
 from symbiosis.training.engine_folder import NAME, EngineFolder
 from symbiosis.training.joined_passes import JoinedPasses
+from symbiosis.training.joined_steps import StepWords, step_together
 from symbiosis.training.packed_model import PackedModel
 from symbiosis.training.refused_adapters import check_rank
 from symbiosis.training.residency import Residency
@@ -30,7 +31,7 @@ from symbiosis.training.training_run import Run
 
 LINGER = 0.1  # of what the last pass took: so long a pass waits for runs that were in it
 CALLS_S = 0.05  # calls are made for so long, or as long as the last pass took, before the next pass
-IN_MEMORY, ON_DEVICE = 256, 32  # runs
+IN_MEMORY = 256  # runs
 MANY = 1 << 30
 
 
@@ -45,7 +46,7 @@ class TrainingEngine:
         room_wait: How long a command waits for room among them, in seconds, until it raises `Busy`; None: as long as it takes.
         state: A folder in which runs outlive this process: no command that was acknowledged is lost if it is killed. One engine has it at a time.
         in_memory: Runs whose adapters and optimizers are in memory, with `state`: idle ones beyond that are in that folder only. Default: 256.
-        on_device: Of these, on a GPU: those that were used last.
+        on_device: Of these, on a GPU: those that were used last. Default: as many as leave an eighth of its memory free.
         wait: How long an executor may take to come up, in seconds; None: as long as it may be away later.
         compiled: Compile what lies between products by torch.compile, on a GPU. The first pass takes a minute, then, and those after it are faster.
 
@@ -65,11 +66,12 @@ class TrainingEngine:
         room_wait: float | None = None,
         state: str | Path | None = None,
         in_memory: int | None = None,
-        on_device: int = ON_DEVICE,
+        on_device: int | None = None,
         wait: float | None = None,
         compiled: bool = False,
     ) -> None:
-        limits = {"max_tokens": max_tokens, "max_rank": max_rank, "in_memory": in_memory or 1, "on_device": on_device}
+        limits = {"max_tokens": max_tokens, "max_rank": max_rank, "in_memory": in_memory or 1}
+        limits |= {} if on_device is None else {"on_device": on_device}
         for name, number in {**limits, "max_waiting": max_waiting - 1}.items():
             if number < 1:
                 raise ConfigError(f"{name} is {'2 or more' if name == 'max_waiting' else 'positive'}, not {number}")
@@ -367,14 +369,43 @@ class TrainingEngine:
         return commands
 
     def _make_calls(self, runs: list[Run]) -> None:
-        """Make one call of each, for a while."""
+        """Make one call of each, for a while; steps together."""
         began = time.monotonic()
+        with self._changed:
+            steps = self._taken([(run, self._queue.take(run)) for run in runs if run.commands[0].verb == "step"])
+        self._step(steps)
+        stepped = {run for run, _ in steps}
         for run in runs:
+            if run in stepped:
+                continue
             with self._changed:
                 [(_, command)] = self._taken([(run, self._queue.take(run))])
             self._call(run, command)
             if time.monotonic() - began > max(CALLS_S, self._last_s):
                 return
+
+    def _step(self, commands: list[tuple[Run, Command]]) -> None:
+        began = time.monotonic()
+        there = self._brought(commands)
+        try:
+            outcomes = step_together([(state, StepWords(**command.words)) for _, command, state in there])
+        except Exception as error:
+            outcomes = [error] * len(there)
+        share = (time.monotonic() - began) / max(1, len(there))
+        for (run, command, _), outcome in zip(there, outcomes, strict=True):
+            failed = outcome if isinstance(outcome, Exception) else None
+            self._finish(run, command, None if failed else outcome, failed, share)
+        self._write_if_due([run for run, _, _ in there])
+
+    def _brought(self, commands: list[tuple[Run, Command]]) -> list[tuple[Run, Command, TrainState]]:
+        """Return what these runs have in memory. Whose cannot be brought hear of it."""
+        there = []
+        for run, command in commands:
+            try:
+                there.append((run, command, self._residency.bring(run)))
+            except Exception as error:
+                self._finish(run, command, None, error, 0.0, False)
+        return there
 
     def _call(self, run: Run, command: Command) -> None:
         began, was_there = time.monotonic(), False
@@ -389,12 +420,7 @@ class TrainingEngine:
 
     def _compute(self, commands: list[tuple[Run, Command]]) -> None:
         began = time.monotonic()
-        there: list[tuple[Run, Command, TrainState]] = []
-        for run, command in commands:
-            try:
-                there.append((run, command, self._residency.bring(run)))
-            except Exception as error:
-                self._finish(run, command, None, error, 0.0, False)
+        there = self._brought(commands)
         outcomes = self._passes.compute([(command, state) for _, command, state in there]) if there else []
         took = time.monotonic() - began
         tokens = sum(command.tokens for _, command, _ in there)
