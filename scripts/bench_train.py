@@ -1,7 +1,9 @@
 """What a step of training costs: the engine that trains many runs, PEFT alone, and the frozen products by themselves, all of one process.
 
     python scripts/bench_train.py step           # one run on Llama-7B's shapes (16 layers, rank 16 at seven projections)
-    python scripts/bench_train.py many           # 8 runs of 2 x 64 and 64 runs of 1 x 128, over one after another
+    python scripts/bench_train.py many           # 8 runs of 2 x 64 and 64 runs of 1 x 128, over captured PEFT programs one after another
+    python scripts/bench_train.py memory         # what 8 runs of 2 x 512 have in memory, over one run with as many tokens
+    python scripts/bench_train.py whole          # Qwen3-8B's shapes: tokens per second, and their share of the GPU's peak
     python scripts/bench_train.py fuse           # an eager program under autocast, with and without `symbiosis.fuse`, wrapped and not
     python scripts/bench_train.py --quick        # all, fewer steps
     python scripts/bench_train.py --tiny         # on a CPU: a small model, in float32
@@ -23,13 +25,17 @@ from _gpu import ATTENTION, MLP, Shape, synchronize
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+import symbiosis
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.training import Engine
 
-SUITES = ["step", "many", "fuse"]
+SUITES = ["step", "many", "memory", "whole", "fuse"]
 RANK = 16
 STEP_BARS = {(4, 1024): 1.30, (2, 512): 1.5}  # over the products
 MANY_BARS = {(8, 2, 64): 2.0, (64, 1, 128): 2.5}  # over one after another
+MEMORY_BAR = 1.1
+QWEN3_8B = Shape(36, 4096, 12288, 32, 151936, "qwen3", (("num_key_value_heads", 8), ("head_dim", 128)))
+PEAK = 989e12  # of an H100 or H200, in bfloat16
 ALONE_BAR = 0.9  # tokens per second of 64 runs over those of one with as many tokens
 
 
@@ -74,11 +80,12 @@ class Bench:
 
         return self.median_s(step)
 
-    def peft_s(self, rows: int, length: int, autocast: bool) -> float:
-        """PEFT as it comes, or as a Trainer's `bf16=True` has it."""
+    def peft_s(self, rows: int, length: int, captured: bool = False) -> float:
+        """PEFT alone; on a GPU as a Trainer's `bf16=True` has it, and perhaps as one CUDA graph."""
+        autocast = self.device == "cuda"
         model = get_peft_model(self.model, config()).train()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4, capturable=captured)
         given = {name: each.to(self.device) for name, each in batch(rows, length, self.shape.vocabulary).items()}
 
         def step() -> None:
@@ -89,33 +96,54 @@ class Bench:
                 loss = model(**given, use_cache=False).loss
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not captured)
 
         try:
-            return self.median_s(step)
+            return self.median_s(symbiosis.capture(step) if captured else step)
         finally:
             self.model = model.unload()  # type: ignore[operator]
             self.model.eval()
 
     def engine_s(self, runs: int, rows: int, length: int) -> float:
         """A step of so many runs that come at the same time."""
-        with Engine(self.model, max_tokens=max(8192, runs * rows * length)) as engine:
-            each = [engine.create(config(), seed=number) for number in range(runs)]
-            given = [batch(rows, length, self.shape.vocabulary) for _ in each]
+        with self.engine(runs * rows * length) as engine:
+            return self.median_s(self.steps_of(engine, runs, rows, length))
 
-            def step() -> None:
-                passes = [run.forward_backward(one) for run, one in zip(each, given, strict=True)]
-                for made in [*passes, *[run.step(1e-4) for run in each]]:
-                    made.result()
+    def engine(self, tokens: int) -> Engine:
+        return Engine(self.model, max_tokens=max(8192, tokens), compiled=self.device == "cuda")
 
-            return self.median_s(step)
+    def steps_of(self, engine: Engine, runs: int, rows: int, length: int) -> Callable[[], None]:
+        """Return what makes one step of each of so many new runs."""
+        each = [engine.create(config(), seed=number) for number in range(runs)]
+        given = [batch(rows, length, self.shape.vocabulary) for _ in each]
+
+        def step() -> None:
+            passes = [run.forward_backward(one) for run, one in zip(each, given, strict=True)]
+            for made in [*passes, *[run.step(1e-4) for run in each]]:
+                made.result()
+
+        return step
+
+    def activations(self, runs: int, rows: int, length: int) -> int:
+        """Bytes that passes need beyond the base and the runs' own."""
+        with self.engine(runs * rows * length) as engine:
+            step = self.steps_of(engine, runs, rows, length)
+            step()  # moments are there then
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(4):
+                step()
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - before
 
 
 def step(bench: Bench, shapes: Sequence[tuple[int, int]], report: Report) -> None:
     table = []
     for rows, length in shapes:
         products, engine = bench.products_s(rows * length), bench.engine_s(1, rows, length)
-        peft = bench.peft_s(rows, length, autocast=bench.device == "cuda")
+        peft = bench.peft_s(rows, length)
         name = f"step_{rows}x{length}"
         report.figure(f"{name}_products_ms", 1e3 * products)
         report.figure(f"{name}_engine_ms", 1e3 * engine)
@@ -136,7 +164,7 @@ def many(bench: Bench, loads: Sequence[tuple[int, int, int]], report: Report) ->
     for runs, rows, length in loads:
         together, alone = (
             bench.engine_s(runs, rows, length),
-            bench.peft_s(rows, length, autocast=bench.device == "cuda"),
+            bench.peft_s(rows, length, captured=bench.device == "cuda"),
         )
         one = bench.engine_s(1, runs * rows, length)
         tokens = runs * rows * length
@@ -154,6 +182,21 @@ def many(bench: Bench, loads: Sequence[tuple[int, int, int]], report: Report) ->
         )
         table.append((f"{runs} runs of {rows} x {length}", *cells))
     print_table(("runs", "together ms", "PEFT in turn ms", "tokens/s", "over one run"), table)
+
+
+def memory(bench: Bench, report: Report) -> None:
+    many, one = bench.activations(8, 2, 512), bench.activations(1, 16, 512)
+    report.figure("memory_activations_of_one_run_mib", one / 2**20)
+    report.bar("memory_8x2x512_over_one_run", many / one, "<=", MEMORY_BAR)
+
+
+def whole(bench: Bench, report: Report) -> None:
+    """A model of 8 billion parameters, of which a pass multiplies by each but the embedding's, there and back."""
+    rows, length = 4, 1024
+    took = bench.engine_s(1, rows, length)
+    multiplied = sum(m.weight.numel() for m in bench.model.modules() if isinstance(m, nn.Linear))
+    report.figure("whole_tokens_per_s", rows * length / took)
+    report.figure("whole_share_of_peak", 4 * multiplied * rows * length / took / PEAK)
 
 
 def main() -> int:
@@ -186,6 +229,12 @@ def main() -> int:
         step(bench, shapes, report)
     if "many" in suites:
         many(bench, loads, report)
+    if "memory" in suites and not given.tiny:
+        memory(bench, report)
+    if "whole" in suites and not given.tiny:
+        del bench
+        torch.cuda.empty_cache()
+        whole(Bench(QWEN3_8B, device, torch.bfloat16, steps), report)
     return report.finish()
 
 

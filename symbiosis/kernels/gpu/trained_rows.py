@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from symbiosis.kernels.gpu.adapter_rows import Cut
 from symbiosis.kernels.gpu.records import MOST_MEMBERS
 
 WORDS = 6  # of a record
@@ -30,16 +31,7 @@ WIDE = 64  # ranks beyond this take half the columns at once
 FLOAT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-class Cut(NamedTuple):
-    """How a launch is divided. Measured."""
-
-    columns: int  # at once
-    warps: int
-    stages: int
-    rows: int = TILE
-
-
-SHRINK_A, SHRINK_B, EXPAND, GRADIENT = Cut(128, 4, 3), Cut(64, 4, 4), Cut(128, 4, 2), Cut(64, 4, 4)
+SHRINK_A, SHRINK_B, EXPAND, GRADIENT = Cut(128, 4), Cut(64, 4, 4), Cut(128, 4, 2), Cut(64, 4, 4)  # measured
 
 
 class RowTables(NamedTuple):
@@ -223,7 +215,7 @@ def _outer(xs: Sequence[Tensor], low: Tensor, tables: RowTables, group: int, of_
     blocks = triton.cdiv(max(x.shape[1] for x in xs), how["COLUMNS"])
     _gradient[(blocks, len(tables.segments), len(xs))](
         *_four(xs), low, tables.segments, tables.records[group], len(xs[0]),
-        TILE=GRADIENT.rows if tables.ranks <= WIDE else GRADIENT.rows // 2, **how,
+        TILE=TILE if tables.ranks <= WIDE else TILE // 2, **how,
     )  # fmt: skip
 
 
