@@ -17,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import _fuse
 import torch
@@ -113,13 +115,17 @@ class Bench:
         return Engine(self.model, max_tokens=max(8192, tokens), compiled=self.device == "cuda")
 
     def steps_of(self, engine: Engine, runs: int, rows: int, length: int) -> Callable[[], None]:
-        """Return what makes one step of each of so many new runs."""
+        """Return what asks for one step of each of so many new runs, and waits for the one before."""
         each = [engine.create(config(), seed=number) for number in range(runs)]
         given = [batch(rows, length, self.shape.vocabulary) for _ in each]
 
+        waiting: list[Future[Any]] = []
+
         def step() -> None:
+            before = waiting.copy()
             passes = [run.forward_backward(one) for run, one in zip(each, given, strict=True)]
-            for made in [*passes, *[run.step(1e-4) for run in each]]:
+            waiting[:] = [*passes, *[run.step(1e-4) for run in each]]
+            for made in before:
                 made.result()
 
         return step

@@ -107,25 +107,28 @@ class CapturedPass:
         sizes = [sum(len(d) for w in each for d in w.data) for _, each in groupby(works, key=lambda work: work.adapter)]
         tiles, segments = self._places(sizes, _power(len(adapters)), room)
         ranks = max(16, _power(max(low.a.shape[0] for adapter in adapters for low in adapter.low_rank.values())))
-        to_device: list[Any] = [
-            pad(torch.cat([datum.tokens for datum in data]), (0, rest)),
-            positions,
-            pad(torch.cat([datum.targets for datum in data]), (0, rest)),
-            pad(torch.cat(kinds), (0, rest)),
-            pad(torch.cat(numbers, 1), (0, rest)),
-            begins.int(),
-            tiles,
-            segments,
-        ]
-        return PassTables._make(
-            (
-                *(each.to(self._device, non_blocking=True) for each in to_device),
-                self._records(adapters, groups, len(segments)),
-                _power(max(*lengths, rest, LEAST_LENGTH)),
-                ranks,
-                acting_groups(adapters, groups),
-                any(work.backward for work in works),
-            )
+        ids, targets = (torch.cat([getattr(datum, name) for datum in data]) for name in ("tokens", "targets"))
+        whole = torch.stack([pad(ids, (0, rest)), positions, pad(targets, (0, rest)), pad(torch.cat(kinds), (0, rest))])
+        places = torch.cat([begins, tiles.view(-1), segments.view(-1)]).int()
+        numbers_of_rows = pad(torch.cat(numbers, 1), (0, rest))
+        rows_there, places_there, numbers_there = (
+            each.to(self._device, non_blocking=True) for each in (whole, places, numbers_of_rows)
+        )
+        begins, tiles, segments = places_there.split([len(begins), tiles.numel(), segments.numel()])
+        return PassTables(
+            rows_there[0],
+            rows_there[1],
+            rows_there[2],
+            rows_there[3],
+            numbers_there,
+            begins,
+            tiles.view(-1, 3),
+            segments.view(-1, 2),
+            self._records(adapters, groups, len(segments) // 2),
+            _power(max(*lengths, rest, LEAST_LENGTH)),
+            ranks,
+            acting_groups(adapters, groups),
+            any(work.backward for work in works),
         )
 
     def _places(self, sizes: Sequence[int], most: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,12 @@ from symbiosis.training.run_journal import About, RunJournal, config_of, no_room
 from symbiosis.training.train_state import TrainState, lora_plus_of
 from symbiosis.training.training_run import Run
 
-LINGER = 0.1  # of what the last pass took: so long a pass waits for runs that were in it
+LINGER, LEAST_LINGER_S = (
+    0.1,
+    0.002,
+)  # of what the last pass took: if nothing comes for so long, runs that were in passes are not waited for
+MOST_LINGER = 0.5  # ... and for so long in any case
+RECENT = 8  # passes: runs that were in one of these may come back
 CALLS_S = 0.05  # calls are made for so long, or as long as the last pass took, before the next pass
 IN_MEMORY = 256  # runs
 MANY = 1 << 30
@@ -94,8 +99,9 @@ class TrainingEngine:
         self._runs: dict[str, Run] = {}
         self._queue = CommandQueue(max_waiting)
         self._early: set[Run] = set()  # with commands that wait for one before them
-        self._last: list[Run] = []  # of the last pass
-        self._last_s = self._linger_until = 0.0
+        self._recent: dict[Run, int] = {}  # the number of the pass in which a run was
+        self._last_s = 0.0  # what the last pass took
+        self._arrived = self._free_since = 0.0  # when the last command came, and since when one could be done
         self._had_calls = False
         self._changed = threading.Condition()
         self._closed = False
@@ -210,6 +216,7 @@ class TrainingEngine:
     def forget(self, run: Run) -> None:
         with self._changed:
             self._runs.pop(run.name, None)
+            self._recent.pop(run, None)
             self._queue.forget(run, not any(other.tenant == run.tenant for other in self._runs.values()))
         self._residency.drop(run)
         if run.journal is not None:
@@ -287,6 +294,9 @@ class TrainingEngine:
         if not has_room:
             self._queue.room.take(run.tenant, 1)
         command.future.set_running_or_notify_cancel()  # what is put is done: others may come after it
+        self._arrived = time.monotonic()
+        if not self._queue:
+            self._free_since = self._arrived
         self._queue.add(run, command)
         self._changed.notify_all()
 
@@ -318,6 +328,7 @@ class TrainingEngine:
                 self._make_calls(calls)
             else:
                 self._compute(passes)
+            self._free_since = time.monotonic()
             self._residency.make_room()
         self._residency.close()
 
@@ -332,13 +343,14 @@ class TrainingEngine:
                         return None
                     self._changed.wait(None if due is None else due - now)
                     continue
-                lingers = now < self._linger_until and not self._all_are_back()
+                until = self._linger_until()
+                lingers = now < until and not self._all_are_back()
                 calls = self._queue.calls()
                 if calls and (lingers or not self._had_calls or not self._queue.has_passes):
                     self._had_calls = True
                     return calls, []
                 if lingers:
-                    self._changed.wait(self._linger_until - now)
+                    self._changed.wait(until - now)
                     continue
                 self._had_calls = False
                 return [], self._taken(self._queue.passes(self._most))
@@ -358,9 +370,14 @@ class TrainingEngine:
                 self._early.discard(run)
         return min((run.order.due for run in self._early), default=None)
 
+    def _linger_until(self) -> float:
+        """Return until when a pass waits for others, as long as they keep coming."""
+        quiet = self._arrived + max(LEAST_LINGER_S, LINGER * self._last_s)
+        return min(quiet, self._free_since + MOST_LINGER * self._last_s)
+
     def _all_are_back(self) -> bool:
-        """Whether the runs of the last pass have one to compute."""
-        return self._closed or all(run.commands and run.commands[0].is_pass for run in self._last)
+        """Whether the runs of the last passes have one to compute."""
+        return self._closed or all(run.commands and run.commands[0].is_pass for run in self._recent)
 
     def _taken(self, commands: list[tuple[Run, Command]]) -> list[tuple[Run, Command]]:
         for run, _ in commands:
@@ -433,9 +450,11 @@ class TrainingEngine:
             else:
                 self._finish(run, command, outcome, None, share)
         self._write_if_due([run for run, _, _ in there])
-        self._last = list(dict.fromkeys(run for run, _ in commands))
+        number = self._passes.count
+        with self._changed:
+            self._recent = {run: at for run, at in self._recent.items() if number - at < RECENT}
+            self._recent |= {run: number for run, _ in commands if self._runs.get(run.name) is run}
         self._last_s = took
-        self._linger_until = time.monotonic() + LINGER * took
 
     def _finish(
         self, run: Run, command: Command, result: Any, error: Exception | None, took_s: float, was_tried: bool = True
