@@ -181,3 +181,10 @@ def test_log_probabilities_are_the_models_own() -> None:
 def test_the_least_temperature_is_greedy() -> None:
     cold = sequence(temperature=1e-300, seed=1)
     assert [token and token.id for token in begin_choice(torch.tensor([[0.5, 2.0, 1.0]]), [cold]).tokens()] == [1]
+
+
+def test_log_probabilities_over_a_large_vocabulary_are_within_a_rounding() -> None:
+    logits = torch.randn(16, 50_000, generator=torch.Generator().manual_seed(0)) * 3
+    expected = logits.double().log_softmax(-1)[:, 7]
+    found = torch.tensor([each.logprob for each in logprobs_of(logits, [7] * 16, [0] * 16)], dtype=torch.float64)
+    assert (found - expected).abs().max() < 2e-6

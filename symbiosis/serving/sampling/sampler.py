@@ -94,7 +94,9 @@ def logprobs_of(logits: Tensor, ids: list[int], tops: list[int | None]) -> list[
 
 def _logprobs(logits: Tensor, ids: Tensor, tops: list[int | None]) -> Tensor:
     """Return in each row that of its token, then the most likely tokens, then theirs, in float64, which holds all of them as they are."""
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = logits - logits.logsumexp(
+        dim=-1, keepdim=True
+    )  # log_softmax of a CPU is off by 1e-5 over a large vocabulary
     values, which = logprobs.topk(min(max(count or 0 for count in tops), logits.shape[1]), dim=-1)
     return torch.cat([each.double() for each in (logprobs.gather(1, ids.unsqueeze(1)), which, values)], dim=1)
 
