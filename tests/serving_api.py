@@ -67,8 +67,9 @@ class Api:
 
 
 @contextlib.contextmanager
-def http_process(engine: Engine, **options: Any) -> Iterator[Api]:
-    """HTTP for an engine of this process."""
+def http_process(engine: Engine, training: Any = None, **options: Any) -> Iterator[Api]:
+    """HTTP for an engine of this process, and for a training service beside it."""
+    options.setdefault("trains", training is not None)
     options.setdefault("model", "demo")
     options.setdefault("folder", str(DEMO_MODEL))
     ours, theirs = socket.socketpair()
@@ -80,7 +81,7 @@ def http_process(engine: Engine, **options: Any) -> Iterator[Api]:
             model=options["model"], longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
             ends=tuple(engine.ends),
         )  # fmt: skip
-        link = EngineServer(engine, ours, welcome)
+        link = EngineServer(engine, ours, welcome, training and training.ask)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:
             eventually(lambda: is_up(url))

@@ -58,10 +58,10 @@ class ApiState:
         self.bodies, self.observer = Bodies(), Observer(tracing)
         self.threads = TenantThreads(threads, "http-made")
 
-    def tenant(self, request: Request) -> Tenant:
-        """Return who sends a request."""
+    def tenant(self, request: Request, authorization: str | None = None) -> Tenant:
+        """Return who sends a request, by its header, or by an authorization that is known otherwise."""
         if self.keys.are_needed:
-            tenant = self.keys.tenant(request.headers.get("authorization"))
+            tenant = self.keys.tenant(authorization or request.headers.get("authorization"))
         elif is_of_another_site(request.headers):  # a page cannot know a key
             message = "a web page of another site may not use a server without API keys"
             raise ApiError(403, message, code="forbidden", reason="foreign_page")

@@ -21,6 +21,7 @@ from symbiosis.server.ipc.engine_ipc import AdapterInfo
 from symbiosis.server.long_reply import LongReply
 from symbiosis.server.response_format import ChatWords, CompletionWords, Words
 from symbiosis.server.serving_state import ServingState
+from symbiosis.server.tinker.checkpoint_store import PRIVATE
 from symbiosis.serving.lora.adapter import IS_THE_BASE
 
 SEND_IT = "put it there, or send the adapter itself with PUT /v1/adapters/NAME"
@@ -57,7 +58,11 @@ def make_app(front: ServingState) -> ASGIApp:
         ("GET", "/figures", figures),
         ("GET", "/", api_app.shown_page),
     ]
-    return Api(front, table, front.remote.welcome.secret)
+    if not front.options.trains:
+        return Api(front, table, front.remote.welcome.secret)
+    from symbiosis.server.tinker.routes import Tinker
+
+    return Api(front, [*table, *Tinker(front).table], front.remote.welcome.secret)
 
 
 async def completions(front: ServingState, request: Request) -> ASGIApp:
@@ -67,23 +72,29 @@ async def completions(front: ServingState, request: Request) -> ASGIApp:
     body = openai_protocol.read(openai_protocol.CompletionBody, data)
     if body.max_tokens == 0 and not body.echo:
         raise wrong("max_tokens=0 goes with echo=true", "max_tokens")
-    given = front.prompts.several(body.prompt)
+    given, adapter = front.prompts.several(body.prompt), await front.adapter(tenant, body.model)
     most = 16 if body.max_tokens is None else body.max_tokens
     with front.admitted(tenant, body, len(given), most) as admission:
         choices = len(given) * body.n
-        made = await front.made(request, tenant, len(data), choices, lambda: _completion(front, admission, body, given))
+        made = await front.made(
+            request, tenant, len(data), choices, lambda: _completion(front, admission, body, given, adapter)
+        )
         return _reply(front, admission, body, *made)
 
 
 def _completion(
-    front: ServingState, admission: Admission, body: openai_protocol.CompletionBody, given: list[str | list[int]]
+    front: ServingState,
+    admission: Admission,
+    body: openai_protocol.CompletionBody,
+    given: list[str | list[int]],
+    adapter: str,
 ) -> tuple[Words, Generation]:
     prompts = [front.prompts.tokens(each) for each in given]
     most = front.tokens_for(prompts, body.max_tokens, 16, "max_tokens")
     sampling = openai_protocol.sampling_of(body, most, body.logprobs)
     # without a token to make, only the prompt is computed
     scored = bool(body.echo) and (body.logprobs is not None or most == 0)
-    generation = front.generation(admission, body, prompts, sampling, body.max_tokens is None, scored)
+    generation = front.generation(admission, body, prompts, sampling, body.max_tokens is None, scored, adapter)
     echoes = []
     if body.echo:  # a text as it was given: its tokens may begin with one that the tokenizer has put there
         both = zip(given, prompts, strict=True)
@@ -102,18 +113,21 @@ async def chat(front: ServingState, request: Request) -> ASGIApp:
     data = await front.bodies.read(request, front.options.max_body_bytes)
     body = openai_protocol.read(openai_protocol.ChatBody, data)
     most = front.remote.welcome.most_tokens if body.wanted is None else body.wanted
+    adapter = await front.adapter(tenant, body.model)
     with front.admitted(tenant, body, 1, most) as admission:
-        made = await front.made(request, tenant, len(data), body.n, lambda: _chat(front, admission, body))
+        made = await front.made(request, tenant, len(data), body.n, lambda: _chat(front, admission, body, adapter))
         return _reply(front, admission, body, *made)
 
 
-def _chat(front: ServingState, admission: Admission, body: openai_protocol.ChatBody) -> tuple[Words, Generation]:
+def _chat(
+    front: ServingState, admission: Admission, body: openai_protocol.ChatBody, adapter: str
+) -> tuple[Words, Generation]:
     prompts = [front.prompts.of_chat(body.messages, body.template_options)]
     most = front.tokens_for(prompts, body.wanted, None, "max_completion_tokens")
     tops = (body.top_logprobs or 0) if body.logprobs else None
     sampling = openai_protocol.sampling_of(body, most, tops)
     words = ChatWords(body.model, front.tokenizer, bool(body.logprobs), before=body.continuation)
-    return words, front.generation(admission, body, prompts, sampling, body.wanted is None)
+    return words, front.generation(admission, body, prompts, sampling, body.wanted is None, adapter=adapter)
 
 
 def _reply(
@@ -129,7 +143,7 @@ def _reply(
 
 async def models(front: ServingState, request: Request) -> ASGIApp:
     front.tenant(request)
-    adapters = [_adapter(front, name) for name in await front.remote.ask(list[str], "adapter_names")]
+    adapters = [_adapter(front, name) for name in await _names(front)]
     return json_response({"object": "list", "data": [_base(front), *adapters]})
 
 
@@ -138,6 +152,8 @@ async def model(front: ServingState, request: Request) -> ASGIApp:
     name = request.path_params["name"]
     if name == front.options.model:
         return json_response(_base(front))
+    if name.startswith(PRIVATE):
+        raise unknown_model(name, [front.options.model])
     try:
         await front.remote.ask(type(None), "check_adapter", name)
     except ApiError as error:
@@ -224,12 +240,17 @@ async def figures(front: ServingState, request: Request) -> ASGIApp:
     front.tenant(request)
     found = await front.figures()
     loaded = {each.name: each for each in await front.remote.ask(list[AdapterInfo], "adapters")}
-    names = await front.remote.ask(list[str], "adapter_names")
+    names = await _names(front)
     adapters = [loaded.get(name) or AdapterInfo(name=name) for name in names]
     template = getattr(front.tokenizer, "chat_template", None)
     kind = page.kind_of(front.options.folder, template)
     told = {"model": front.options.model, "chat": template is not None, "kind": kind}
     return json_response({**told, "figures": found, "adapters": adapters})
+
+
+async def _names(front: ServingState) -> list[str]:
+    """Return the adapters that anybody may know of."""
+    return [name for name in await front.remote.ask(list[str], "adapter_names") if not name.startswith(PRIVATE)]
 
 
 async def _check_new(front: ServingState, name: str) -> None:

@@ -190,7 +190,7 @@ def read(kind: type[BodyType], data: bytes) -> BodyType:
             raise wrong(f"{name} holds too much: at most {MOST[name]}", name)
         fields[name] = decoded(its_kind, given, name)
     body = kind(**fields)
-    _check(body)
+    check(body)
     return body
 
 
@@ -257,7 +257,7 @@ def refused(unfit: Unfit, names: Mapping[str, str] = AS_ASKED) -> ApiError:
     return wrong(f"{name} {unfit.problem}", name)
 
 
-def _check(body: Body) -> None:
+def check(body: Body) -> None:
     """Check the shape of a body: what belongs together, and how much there is. What numbers mean is the engine's to check."""
     for name in DEFAULTS:
         if given := getattr(body, name, None):

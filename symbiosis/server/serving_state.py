@@ -23,6 +23,8 @@ from symbiosis.server.labelled_figures import Key
 from symbiosis.server.openai_protocol import AS_ASKED, AS_CHAT, Body, ChatBody, Continuation, refused
 from symbiosis.server.prompts import Prompts, too_long
 from symbiosis.server.request_record import this_request
+from symbiosis.server.tinker.checkpoint_store import PRIVATE, RUN
+from symbiosis.server.tinker.messages import Resolve
 from symbiosis.server.tracing import Tracing
 from symbiosis.serving.engine.detokenize import Stop, Text
 from symbiosis.serving.engine.engine_stats import EngineStats
@@ -154,6 +156,14 @@ class ServingState(ApiState):
         fits = max(1, self.remote.welcome.most_tokens - length)
         return min(fits, default or fits) if wanted is None else wanted
 
+    async def adapter(self, tenant: Tenant, model: str) -> str:
+        """Return by which name the engine has what clients call so: a run that is trained here, or a checkpoint of one, is its owner's alone."""
+        if model.startswith(PRIVATE):
+            raise unknown_model(model, [self.options.model])
+        if not self.options.trains or not (model.startswith("tinker://") or RUN.fullmatch(model)):
+            return model
+        return await self.remote.ask_training(str, tenant.name, Resolve(model_path=model))
+
     def generation(
         self,
         admission: Admission,
@@ -162,8 +172,9 @@ class ServingState(ApiState):
         sampling: Sampling,
         may_be_shorter: bool,
         prompt_logprobs: bool = False,
+        adapter: str | None = None,
     ) -> Generation:
-        """Return a generation that has not begun. To go on with a long one takes long."""
+        """Return a generation that has not begun. To go on with a long one takes long. `adapter`: by the engine's name, if that is another."""
         before, record, model = body.continuation, this_request(), body.model
         if not model or len(model) > 256:
             raise unknown_model(model, [self.options.model])
@@ -171,7 +182,8 @@ class ServingState(ApiState):
         if before is not None and not before.tokens and not before.ended:
             before = None  # nothing of it has been told
         ended = before.ended_of(body.n) if before else {}
-        adapter = None if model == self.options.model else model
+        adapter = adapter or model
+        adapter = None if adapter == self.options.model else adapter
         requests = [
             Request(
                 id=next(self.remote.ids), prompt=prompt, sampling=sampling, adapter=adapter, tenant=admission.tenant.name,

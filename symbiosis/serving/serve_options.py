@@ -48,6 +48,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "The executor that holds MODEL. Default: one is started, which trainers may use, too."), "URL"] = None
     adapters: Annotated[tuple[str, ...], Doc(
         "A folder of adapters, each in a folder of its name, or one adapter. Repeatable."), "DIR | NAME=PATH"] = ()
+    train: Annotated[bool, Doc("Train adapters, too: Tinker's API at the same address. Needs the extra [tinker].")] = False
+    checkpoints: Annotated[str | None, Doc(
+        "With --train, where checkpoints of all clients lie. Default: ~/.local/state/symbiosis/checkpoints."), "DIR"] = None
     host: Annotated[str, Doc("Where to listen. Default: 127.0.0.1, which only this machine reaches.")] = "127.0.0.1"
     port: Annotated[int, Doc("Default: 8000. 0: any that is free.")] = PORT
     allowed_hosts: Annotated[tuple[str, ...], Doc(
@@ -97,6 +100,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
         if self.max_tenant_batch is not None and self.api_keys is None:
             raise ConfigError("max-tenant-batch is for each API key: give --api-keys FILE, too")
+        if self.checkpoints is not None and not self.train:
+            raise ConfigError("checkpoints goes with train")
         check_dtype(self.dtype)
         check_hosts(self.allowed_hosts)
 

@@ -71,7 +71,7 @@ ALLOWED = {
     "run": {*ROOT, "client", "kernels", "run", "transport"},
     "training": {*ROOT, "client", "kernels", "offload", "serving", "symbiosis", "training"},
     "serving": {*ROOT, "client", "kernels", "offload", "serving", "symbiosis", "transport"},
-    "server": {*ROOT, "__version__", "executor", "server", "serving", "symbiosis"},
+    "server": {*ROOT, "__version__", "executor", "server", "serving", "symbiosis", "training"},
     "cluster": {*ROOT, "__version__", "cluster", "executor", "server", "serving"},
 }
 TOP = {"audit", "cli", "demo"}  # may import whatever they need

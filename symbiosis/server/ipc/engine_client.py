@@ -19,6 +19,7 @@ from symbiosis.server.ipc.engine_ipc import (
     LENGTH,
     Answer,
     Ask,
+    AskTraining,
     Cancel,
     Drain,
     EngineBeat,
@@ -32,6 +33,7 @@ from symbiosis.server.ipc.engine_ipc import (
     from_engine,
 )
 from symbiosis.server.ipc.pulse import SILENT_S, Pulse
+from symbiosis.server.tinker.messages import AnyAsked
 from symbiosis.serving.request import Output, Request
 
 logger = logging.getLogger("symbiosis")
@@ -111,13 +113,20 @@ class EngineClient(asyncio.Protocol):
 
     async def ask(self, kind: type[Result], method: str, *arguments: str) -> Result:
         """Call one of the engine's other methods (`engine_server.METHODS`). What it returns is read as this kind."""
+        return await self._answer(kind, lambda number: Ask(number, method, arguments, request_id.get()))
+
+    async def ask_training(self, kind: type[Result], tenant: str, asked: AnyAsked) -> Result:
+        """Ask the training service. What it answers is read as this kind."""
+        return await self._answer(kind, lambda number: AskTraining(number, tenant, asked, request_id.get()))
+
+    async def _answer(self, kind: type[Result], question: Callable[[int], Ask | AskTraining]) -> Result:
         if self.ended.done():
             raise gone()
         number = next(self.ids)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            self._tell(Ask(number, method, arguments, request_id.get()))
+            self._tell(question(number))
             told = await answer
         finally:
             del self._asked[number]

@@ -4,6 +4,7 @@ import struct
 
 import msgspec
 
+from symbiosis.server.tinker.messages import AnyAsked
 from symbiosis.serving.request import Output, Request
 
 LENGTH = struct.Struct("<I")
@@ -24,6 +25,7 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"  # where it listens
     allowed_hosts: tuple[str, ...] = ()
     log_format: str = "text"
+    trains: bool = False  # whether Tinker's API is there, too
     engine: int = 0  # the process that is to end if it hangs; 0: none
 
 
@@ -71,6 +73,15 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     request_id: str = ""  # for whom it is
 
 
+class AskTraining(msgspec.Struct, tag=True, frozen=True):
+    """To the engine's process: ask the training service. The answer has the same number, and may take a while."""
+
+    number: int
+    tenant: str
+    asked: AnyAsked
+    request_id: str = ""
+
+
 class EngineReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """From the engine, once: what is served."""
 
@@ -100,7 +111,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """From the engine, to an `Ask`."""
+    """From the engine, to an `Ask` or an `AskTraining`."""
 
     number: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")  # msgpack's nil
@@ -122,7 +133,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
 
 
-ToEngine = Submit | Cancel | StopCompletion | Ask | EngineBeat
+ToEngine = Submit | Cancel | StopCompletion | Ask | AskTraining | EngineBeat
 FromEngine = EngineReady | Outputs | Refused | Answer | Drain | EngineBeat
 encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)

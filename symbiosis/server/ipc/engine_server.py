@@ -4,8 +4,10 @@ import logging
 import re
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from symbiosis.server.ipc.engine_ipc import (
     AdapterInfo,
     Answer,
     Ask,
+    AskTraining,
     Cancel,
     Drain,
     EngineBeat,
@@ -34,6 +37,7 @@ from symbiosis.server.ipc.engine_ipc import (
 )
 from symbiosis.server.ipc.pulse import BEAT_S, Pulse
 from symbiosis.server.ipc.tenant_threads import TenantThreads
+from symbiosis.server.tinker.messages import AnyAsked, TinkerRefusal
 from symbiosis.serving.engine.engine_stats import EngineStats
 from symbiosis.serving.request import Output, Request
 
@@ -55,10 +59,16 @@ MAY_WAIT = ("add", "remove")  # ... and which of them wait until an adapter is r
 
 
 class EngineServer:
-    """Serves one process at the other end of `connection` until it hangs up. What that process has asked for and not got is cancelled then."""
+    """Serves one process at the other end of `connection` until it hangs up. What that process has asked for and not got is cancelled then.
 
-    def __init__(self, engine: "Engine", connection: socket.socket, welcome: EngineReady) -> None:
-        self._engine, self._connection = engine, connection
+    Args:
+        training: Answers what a tenant asks of the training service, or returns a future of the answer.
+    """
+
+    def __init__(
+        self, engine: "Engine", connection: socket.socket, welcome: EngineReady, training: Callable[[str, AnyAsked], Any] | None = None
+    ) -> None:  # fmt: skip
+        self._engine, self._connection, self._training = engine, connection, training
         self._unsent: SimpleQueue[FromEngine | None] = SimpleQueue()
         self._told: list[Output] = []  # of the present step
         self._put = self._sent = 0  # outputs
@@ -72,6 +82,7 @@ class EngineServer:
         self._adding = ThreadPoolExecutor(2, thread_name_prefix="serve-add")
         self._loading = TenantThreads(4, "serve-load")
         self._lanes = TenantThreads(4, "serve-schema")
+        self._of_training = TenantThreads(4, "serve-train")
         self._unsent.put(welcome)
         engine.on_pause(self._on_pause)
         self._threads = [
@@ -99,7 +110,7 @@ class EngineServer:
             thread.join()
         for pool in (self._pool, self._adding):
             pool.shutdown(cancel_futures=True)
-        for lanes in (self._loading, self._lanes):
+        for lanes in (self._loading, self._lanes, self._of_training):
             lanes.close()
         self._connection.close()
 
@@ -116,6 +127,8 @@ class EngineServer:
                             self._cancel(id)
                         case StopCompletion(id, completion):
                             self._engine.stop(id, completion)
+                        case AskTraining():
+                            self._of_training.submit(message.tenant, partial(self._answer_of_training, message))
                         case Ask(method=method):
                             (self._adding if method in MAY_WAIT else self._pool).submit(self._answer, message)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
@@ -212,6 +225,22 @@ class EngineServer:
                 answer = Answer(ask.number, error=message, status=status)
         self._unsent.put(answer)
 
+    def _answer_of_training(self, message: AskTraining) -> None:
+        """Answer when what is asked for is there. No thread waits for it."""
+        with about_request(message.request_id):
+            try:
+                if self._training is None:
+                    raise ConfigError("this server was started without --train")
+                result = self._training(message.tenant, message.asked)
+            except Exception as error:
+                text, status = _said(error)
+                self._unsent.put(Answer(message.number, error=text, status=status))
+                return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: self._unsent.put(_answer_with(message.number, done.result())))
+        else:
+            self._unsent.put(_answer_with(message.number, result))
+
     def _write(self) -> None:
         """Write what is to be sent."""
         try:
@@ -222,6 +251,10 @@ class EngineServer:
             logger.debug("the link to the HTTP process broke: %s", error)
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _answer_with(number: int, result: object) -> Answer:
+    return Answer(number, msgspec.Raw(encoder.encode(result)))
 
 
 def without_paths(text: str) -> str:
@@ -235,6 +268,8 @@ def without_paths(text: str) -> str:
 
 def _said(error: Exception) -> tuple[str, int]:
     """Return what a client is told of an error, and the status of HTTP."""
+    if isinstance(error, TinkerRefusal):
+        return str(error), error.status
     if isinstance(error, SymbiosisError):
         status = HTTPStatus.NOT_FOUND if isinstance(error, UnknownAdapter) else HTTPStatus.BAD_REQUEST
         return without_paths(str(error)), status

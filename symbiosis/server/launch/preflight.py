@@ -7,7 +7,7 @@ from pathlib import Path
 
 from symbiosis.base import requirements
 from symbiosis.base.dtypes import DTYPE_BITS
-from symbiosis.base.folders import check_caches
+from symbiosis.base.folders import Use, check_caches, user_folder
 from symbiosis.base.memory import free_memory
 from symbiosis.base.problems import problems_of, refuse
 from symbiosis.errors import ConfigError
@@ -111,8 +111,16 @@ def check_compiled(options: ServeOptions) -> None:
         check_caches(inductor=True)
 
 
+def check_training(options: ServeOptions) -> None:
+    if options.train:
+        from symbiosis.server.tinker.wire import check_package
+
+        check_package()
+        checkpoints_of(options)
+
+
 CHECKS = (
-    check_packages, check_model, check_memory, check_executor, check_adapters, check_keys, chat_template, check_compiled,
+    check_packages, check_model, check_memory, check_executor, check_adapters, check_keys, chat_template, check_compiled, check_training,
 )  # fmt: skip
 
 
@@ -135,6 +143,18 @@ def folder_of(options: ServeOptions) -> Path | None:
         if not is_named(each):
             return Path(each).expanduser().resolve()
     return DEMO_ADAPTERS if options.model == "demo" and not options.adapters else None
+
+
+def checkpoints_of(options: ServeOptions) -> Path:
+    """Return the folder for checkpoints of what is trained here."""
+    if options.checkpoints is None:
+        return user_folder(Use.STATE, "checkpoints", make=True)
+    folder = Path(options.checkpoints).expanduser().resolve()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--checkpoints {folder}: it cannot be made: {error.strerror}") from None
+    return folder
 
 
 def named(options: ServeOptions) -> Iterator[tuple[str, Path]]:

@@ -21,15 +21,16 @@ from symbiosis.base.logs import name_process, set_up_logging
 from symbiosis.base.memory import look_at_what_is_new
 from symbiosis.build import build
 from symbiosis.errors import ConfigError, SymbiosisError
-from symbiosis.executor.model.checkpoint import located
+from symbiosis.executor.model.checkpoint import located, path_of
 from symbiosis.protocol.endpoints import socket_path
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions, Started
 from symbiosis.server.ipc.engine_server import EngineServer
 from symbiosis.server.ipc.pulse import SILENT_S
-from symbiosis.server.launch.preflight import chat_template, folder_of, named
+from symbiosis.server.launch.preflight import chat_template, checkpoints_of, folder_of, named
 from symbiosis.serving.serve_options import ServeOptions
 
 if TYPE_CHECKING:
+    from symbiosis.server.tinker.service import TrainingService
     from symbiosis.serving import Engine
 
 logger = logging.getLogger("symbiosis")
@@ -102,6 +103,7 @@ class ServeProcesses:
         self._executor, self._http = RestartingChild("the executor"), RestartingChild("the HTTP process")
         self._told = threading.Event()  # to end
         self._link: EngineServer | None = None
+        self._training: TrainingService | None = None
         self._ours: socket.socket | None = None
         self._worked = time.monotonic()  # when requests were last seen under way
 
@@ -160,7 +162,7 @@ class ServeProcesses:
             adapters=str(folder) if (folder := folder_of(options)) else None, max_body_bytes=options.max_body_bytes,
             max_adapter_bytes=options.max_adapter_bytes, max_requests=options.max_requests,
             host=options.host, allowed_hosts=options.allowed_hosts, uploads=str(self._uploads), engine=os.getpid(), chat_template=chat_template(options),
-            log_format=options.log_format,
+            log_format=options.log_format, trains=options.train,
         )  # fmt: skip
         with theirs:
             words = http_words(self._listener, theirs, front)
@@ -185,7 +187,30 @@ class ServeProcesses:
                 must_be_the_model(engine.config, located(str(options.model)), options.executor)
             for name, path in named(options):
                 engine.add(name, path)
-            yield engine
+            with self._trained(endpoint, engine):
+                yield engine
+
+    @contextmanager
+    def _trained(self, endpoint: str, engine: "Engine") -> Iterator[None]:
+        """Have the training service beside the engine, if the options say so."""
+        if not self._options.train:
+            yield
+            return
+        from symbiosis import training
+        from symbiosis.server.tinker.service import TrainingService
+
+        options = self._options
+        with training.Engine(endpoint, wait=options.wait_s) as trainer:
+            tokenizer = (
+                str(options.model)
+                if options.model != "demo" and path_of(str(options.model)) is None
+                else str(located(str(options.model)))
+            )
+            self._training = TrainingService(engine, trainer, checkpoints_of(options), model_name(options), tokenizer)
+            try:
+                yield
+            finally:
+                self._training.close()
 
     def _await_executor(self, endpoint: str) -> None:
         """Wait for the executor. If it is one of our own and cannot start, it has said why."""
@@ -203,7 +228,7 @@ class ServeProcesses:
             model=model_name(self._options), longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
             ends=tuple(engine.ends), fingerprint=engine.fingerprint, secret=procs.heard, build=build(),
         )  # fmt: skip
-        self._link = EngineServer(engine, self._ours, welcome)
+        self._link = EngineServer(engine, self._ours, welcome, self._training.ask if self._training else None)
 
     def _await_http(self, endpoint: str, engine: "Engine") -> None:
         """Wait until the process that speaks HTTP listens, or until we are told to end."""

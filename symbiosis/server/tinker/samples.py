@@ -1,0 +1,178 @@
+"""Samples for Tinker's SDK: each request is a completion like any other, whose tokens wait here until they are fetched."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.datastructures import Headers
+
+from symbiosis.server import openai_protocol
+from symbiosis.server.api_errors import ApiError, failed, wrong
+from symbiosis.server.api_keys import Tenant
+from symbiosis.server.openai_protocol import CompletionBody
+from symbiosis.server.request_record import begin
+from symbiosis.server.serving_state import ServingState
+from symbiosis.server.tinker import messages as m
+from symbiosis.server.tinker import wire
+from symbiosis.serving.request import Token
+
+QUEUE_S = 0.2  # between two looks whether there is room
+KEPT_S = 120.0  # samples that nobody has fetched
+BUSY = (429, 503)  # what passes by itself: it is waited for here, and not by the client
+
+
+class Chunk(msgspec.Struct):
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class SamplePrompt(msgspec.Struct):
+    chunks: list[Chunk]
+
+
+class Params(msgspec.Struct):
+    """Of one: `stop` None ends with the model's own ends, a list with nothing else than what is in it."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class SampleRequest(msgspec.Struct):
+    """The body of asample."""
+
+    prompt: SamplePrompt
+    sampling_params: Params
+    num_samples: int = 1
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: msgspec.Raw = msgspec.Raw()
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None  # which only the hosted service's own loss reads
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.prompt.chunks for token in chunk.tokens]
+
+    def completion(self, model: str) -> CompletionBody:
+        """Return what OpenAI's API would be asked for."""
+        params, stop = self.sampling_params, self.sampling_params.stop
+        ids = [each for each in stop if isinstance(each, int)] if isinstance(stop, list) else []
+        texts = [stop] if isinstance(stop, str) else [each for each in stop or [] if isinstance(each, str)]
+        most = 0 if self.prompt_logprobs else None
+        return CompletionBody(
+            model=model, prompt=[*self.tokens], n=self.num_samples, max_tokens=params.max_tokens if params.max_tokens is not None else most,
+            temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, seed=None if params.seed is None else params.seed % 2**63,
+            stop=texts or None, stop_token_ids=ids or None, ignore_eos=stop is not None or None,
+            logprobs=max(self.topk_prompt_logprobs, self.topk_sample_logprobs, 0),
+        )  # fmt: skip
+
+
+class Samples:
+    """The samples under way, and those that wait to be fetched."""
+
+    def __init__(self, front: ServingState) -> None:
+        self._front = front
+        self._tasks: dict[tuple[str, str], asyncio.Task[bytes | m.PromiseOutcome]] = {}  # by tenant and request
+
+    async def begin(self, tenant: Tenant, ask: SampleRequest) -> dict[str, Any]:
+        """Begin sampling, and return a promise. The same request of a session is begun once."""
+        _check(ask)
+        adapter = await self._front.remote.ask_training(
+            str,
+            tenant.name,
+            m.Resolve(sampler_id=ask.sampling_session_id, model_path=ask.model_path, base_model=ask.base_model),
+        )
+        numbered = ask.sampling_session_id is not None and ask.seq_id is not None
+        id = f"{ask.sampling_session_id}/sample-{ask.seq_id}" if numbered else f"sample-{next(self._front.remote.ids)}"
+        key = tenant.name, id
+        if key not in self._tasks:
+            body = ask.completion(adapter or self._front.options.model)
+            openai_protocol.check(body)
+            task = self._tasks[key] = asyncio.create_task(self._run(tenant, ask, body))
+            loop = asyncio.get_running_loop()
+            task.add_done_callback(lambda _: loop.call_later(KEPT_S, self._tasks.pop, key, None))
+        return {"request_id": id, "sample_sequence_ids": [f"{id}/{number}" for number in range(ask.num_samples)]}
+
+    def task(self, tenant: Tenant, id: str) -> "asyncio.Task[Any] | None":
+        return self._tasks.get((tenant.name, id))
+
+    async def _run(self, tenant: Tenant, ask: SampleRequest, body: CompletionBody) -> bytes | m.PromiseOutcome:
+        """Sample when there is room, and return what is to be told."""
+        record = begin(Headers())
+        record.tenant = tenant.name
+        try:
+            while True:
+                try:
+                    return await self._sampled(tenant, ask, body)
+                except ApiError as error:
+                    if error.status not in BUSY or self._front.state != "serving":
+                        raise
+                    await asyncio.sleep(max(QUEUE_S, min(error.retry_s, 1.0)))
+        except ApiError as error:
+            record.refuse(error.status, error.reason, str(error))
+            return m.PromiseOutcome(error=str(error), category="server" if error.status >= 500 else "user")
+        except Exception as error:
+            return m.PromiseOutcome(error=str(failed(error)), category="server")
+        finally:
+            self._front.observer.end(record, "/api/v1/asample")
+
+    async def _sampled(self, tenant: Tenant, ask: SampleRequest, body: CompletionBody) -> bytes:
+        front = self._front
+        prompt = tuple(ask.tokens)
+        wanted = body.max_tokens
+        with front.admitted(
+            tenant, body, 1, front.remote.welcome.most_tokens if wanted is None else wanted
+        ) as admission:
+            most = front.tokens_for([prompt], wanted, None, "max_tokens")
+            sampling = openai_protocol.sampling_of(body, most, body.logprobs)
+            scored = bool(ask.prompt_logprobs or ask.topk_prompt_logprobs)
+            generation = front.generation(admission, body, [prompt], sampling, wanted is None, scored, body.model)
+            front.hold(generation, admission)
+            admission.reserve(generation.prompt_tokens + generation.most_tokens)
+            generation.begin()
+        tokens: list[list[Token]] = [[] for _ in range(generation.choices)]
+        finish = [""] * generation.choices
+        of_prompt: list[Token] = []
+        try:
+            async for deltas in generation.deltas():
+                for delta in deltas:
+                    tokens[delta.choice] += delta.tokens
+                    finish[delta.choice] = delta.finish or finish[delta.choice]
+                    if delta.prompt_logprobs:
+                        of_prompt = msgspec.msgpack.decode(delta.prompt_logprobs, type=list[Token])
+                    generation.let_go(delta)
+        finally:
+            generation.end()
+            admission.end(generation.prompt_tokens + generation.completion_tokens)
+        return wire.sample_bytes(
+            list(zip(finish, tokens, strict=True)), of_prompt if scored else None, ask.topk_prompt_logprobs, ask.topk_sample_logprobs,
+            ask.prompt_logprobs_last_n, generation.cached_tokens,
+        )  # fmt: skip
+
+
+def _check(ask: SampleRequest) -> None:
+    if kinds := [chunk.type for chunk in ask.prompt.chunks if chunk.type != "encoded_text"]:
+        raise wrong(f"the prompt has a chunk of the kind {kinds[0][:50]}: this model reads text only", "prompt")
+    if not ask.tokens:
+        raise wrong("the prompt is empty: give at least one token", "prompt")
+    if bytes(ask.target_prompt_logprobs) not in (b"", b"null") or ask.prompt_alt_tokens_k:
+        name = "prompt_alt_tokens_k" if ask.prompt_alt_tokens_k else "target_prompt_logprobs"
+        raise wrong(f"{name} is not supported here: topk_prompt_logprobs gives the most likely tokens", name)
+    if ask.num_samples < 1:
+        raise wrong("num_samples must be at least 1", "num_samples")
+    last = ask.prompt_logprobs_last_n
+    if last is not None and not (ask.prompt_logprobs and 1 <= last < len(ask.tokens)):
+        raise wrong(
+            "prompt_logprobs_last_n goes with prompt_logprobs, and is from 1 to the prompt's length less 1",
+            "prompt_logprobs_last_n",
+        )
