@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import symbiosis
+from symbiosis.training.fused.fused_modules import gate_of
 from tests.conftest import tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -112,6 +113,35 @@ def test_rotary_positions(shape: tuple[int, ...], keys: int, dtype: torch.dtype)
 
 
 def test_captured() -> None:
+    """A captured step makes what an eager one does."""
+    is_as_eager(adapted)
+
+
+def test_captured_with_ligers_modules() -> None:
+    """Those that `apply_liger_kernel_to_llama` puts into all models that are made after it."""
+    liger = pytest.importorskip("liger_kernel.transformers")
+    from transformers.models.llama import modeling_llama
+
+    before = dict(vars(modeling_llama)), dict(vars(modeling_llama.LlamaForCausalLM))
+    liger.apply_liger_kernel_to_llama()
+    try:
+        is_as_eager(adapted)
+    finally:
+        vars(modeling_llama).update(before[0])
+        modeling_llama.LlamaForCausalLM.forward = before[1]["forward"]
+
+
+def test_ligers_kernels() -> None:
+    """They take the place of ours where the package is there."""
+    pytest.importorskip("liger_kernel")
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    model = symbiosis.fuse(adapted(torch.float32))
+    mlp = model.base_model.model.model.layers[0].mlp  # type: ignore[union-attr, index]
+    assert gate_of(type(mlp.act_fn)) == LigerSiLUMulFunction.apply and "forward" in vars(mlp)
+
+
+def is_as_eager(adapted: Callable[[torch.dtype], nn.Module]) -> None:
     def trained(change: Callable[[nn.Module], nn.Module], how: Callable[[Any], Any]) -> list[Tensor]:
         model = change(adapted(torch.bfloat16))
         parameters = [p for p in model.parameters() if p.requires_grad]

@@ -11,10 +11,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import symbiosis
 from symbiosis.errors import ConfigError
+from symbiosis.executor.model.load import DEMO_MODEL
 from symbiosis.training.fused import loss_in_pieces
 from symbiosis.training.fused.lazy_logits import LazyLogits
 from symbiosis.training.fused.lora_group import LoraForward
@@ -254,6 +255,24 @@ def test_copies_compute_by_themselves() -> None:
     assert abs(merged(**batch()).loss - loss) <= 1e-5 * loss
 
 
+@pytest.mark.parametrize("how", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_data_parallel(how: dict[str, bool], tmp_path: Path) -> None:
+    """Hooks of DistributedDataParallel see each gradient once, and outputs pass through it."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = adapted(tiny_llama())
+        _, expected = step(model)
+        parallel = nn.parallel.DistributedDataParallel(symbiosis.fuse(model), **how)
+        for _ in range(2):
+            _, found = step(parallel)
+        assert {name.removeprefix("module."): None for name in found}.keys() == expected.keys()
+        assert all(
+            torch.allclose(found[f"module.{name}"], each, rtol=1e-4, atol=1e-6) for name, each in expected.items()
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_unfuse_gives_the_bits_back() -> None:
     model = adapted(tiny_llama())
     loss, expected = step(model)
@@ -403,3 +422,22 @@ def test_metrics_of_evaluation_get_logits(tmp_path: Path) -> None:
     )
     trainer.evaluate()
     assert made == [(24, 8, 100)]
+
+
+def test_trl_as_before(tmp_path: Path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    data = datasets.Dataset.from_dict({"text": [f"The number after {n} is {n + 1}." for n in range(12)]})
+    made = []
+    for change in (symbiosis.unfuse, symbiosis.fuse):
+        model = change(adapted(AutoModelForCausalLM.from_pretrained(DEMO_MODEL), init_lora_weights=True))
+        arguments = trl.SFTConfig(
+            str(tmp_path / change.__name__), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-3, report_to=[], bf16=False, use_cpu=True,
+            disable_tqdm=True, logging_steps=1,
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+        trainer.train()
+        log = [row for row in trainer.state.log_history if "loss" in row]
+        made.append((parameters(model), [(row["loss"], row["entropy"], row["mean_token_accuracy"]) for row in log]))
+    assert float((made[0][0] - made[1][0]).abs().max()) <= 1e-4
+    assert torch.allclose(torch.tensor(made[0][1]), torch.tensor(made[1][1]), atol=1e-4)

@@ -29,7 +29,7 @@ def fuse(model: Model) -> Model:
     """Let a model with adapters train with fewer products, launches and passes over memory. In place; Trainer, PEFT and TRL do what they did.
 
     LoRA of layers that share their input is computed together, in the dtype of the rows; the loss never needs whole logits, which are made when
-    somebody reads them; RMS norms and gated feed-forwards have kernels of their own. Each part is compared with what it replaces, in one small
+    somebody reads them; RMS norms, gated feed-forwards and rotary positions have kernels of their own. Each part is compared with what it replaces, in one small
     step, and left out if it computes anything else. What a part does not know (dropout, DoRA, merged or several adapters, quantised layers,
     compiled code) its module computes as before. Parameters and their names stay. Call it after `get_peft_model`, before or after `wrap`.
 
