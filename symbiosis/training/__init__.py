@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from symbiosis.training.checkpoint_folders import Checkpoint, checkpoints, expire
-    from symbiosis.training.command import PassResult
     from symbiosis.training.datum import Datum
+    from symbiosis.training.run_command import PassResult
     from symbiosis.training.training_engine import TrainingEngine as Engine
     from symbiosis.training.training_run import Run
 

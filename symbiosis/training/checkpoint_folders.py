@@ -17,7 +17,7 @@ from symbiosis.training.train_state import TrainState
 LIFE = "checkpoint.json"  # beside PEFT's files: until when it is kept
 
 
-class Life(msgspec.Struct, frozen=True):
+class CheckpointTimes(msgspec.Struct, frozen=True):
     made: float
     expires: float | None = None
 
@@ -46,7 +46,7 @@ def write_checkpoint(state: TrainState, target: Path, ttl_s: float | None) -> Pa
         part.mkdir()
         state.save(part)
         made = time.time()
-        (part / LIFE).write_bytes(msgspec.json.encode(Life(made, None if ttl_s is None else made + ttl_s)))
+        (part / LIFE).write_bytes(msgspec.json.encode(CheckpointTimes(made, None if ttl_s is None else made + ttl_s)))
         part.rename(target)
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
@@ -98,8 +98,8 @@ def _within(folder: Path) -> Iterator[Checkpoint]:
             yield Checkpoint(path, life.made, life.expires, sum(f.stat().st_size for f in path.iterdir()))
 
 
-def _life(folder: Path) -> Life | None:
+def _life(folder: Path) -> CheckpointTimes | None:
     try:
-        return msgspec.json.decode((folder / LIFE).read_bytes(), type=Life)
+        return msgspec.json.decode((folder / LIFE).read_bytes(), type=CheckpointTimes)
     except (OSError, msgspec.MsgspecError):
         return None

@@ -22,7 +22,7 @@ class Queued(Protocol):
     def cost(self) -> int: ...
 
 
-class Queue(Protocol):
+class QueuedRun(Protocol):
     """A run, as far as the turn of its commands is concerned."""
 
     @property
@@ -40,7 +40,7 @@ class _Turn(NamedTuple):
     command: Any
 
 
-class Counters:
+class TokenCounters:
     """What each of those who share has had. Who comes back after a while has saved up nothing."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class CommandQueue:
     def __init__(self, most: int) -> None:
         self.room = FairShare(most)
         self._waiting: dict[Any, None] = {}  # runs with commands
-        self._tenants, self._runs = Counters(), Counters()
+        self._tenants, self._runs = TokenCounters(), TokenCounters()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -79,7 +79,7 @@ class CommandQueue:
         """Whether a run's next command is a pass."""
         return any(run.commands[0].is_pass for run in self._waiting)
 
-    def add(self, run: Queue, command: Queued) -> None:
+    def add(self, run: QueuedRun, command: Queued) -> None:
         if run not in self._waiting:
             self._tenants.came(run.tenant, {other.tenant for other in self._waiting})
             self._runs.came(run.name, [other.name for other in self._waiting if other.tenant == run.tenant])
@@ -91,7 +91,7 @@ class CommandQueue:
         runs = [_Turn(run.tenant, 1, run, None) for run in self._waiting if not run.commands[0].is_pass]
         return [turn.run for turn in self._tenants.in_turn(runs)]
 
-    def take(self, run: Queue) -> Any:
+    def take(self, run: QueuedRun) -> Any:
         """Take the next command of a run."""
         command = run.commands.popleft()
         if not run.commands:
@@ -116,7 +116,7 @@ class CommandQueue:
                 break
         return taken
 
-    def forget(self, run: Queue, is_last_of_tenant: bool) -> None:
+    def forget(self, run: QueuedRun, is_last_of_tenant: bool) -> None:
         self._runs.forget(run.name)
         if is_last_of_tenant:
             self._tenants.forget(run.tenant)

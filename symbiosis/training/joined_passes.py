@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from symbiosis.training.command import FORWARD_BACKWARD, Command, PassResult
 from symbiosis.training.losses import slopes_of_function
 from symbiosis.training.packed_model import PackedModel
+from symbiosis.training.run_command import FORWARD_BACKWARD, Command, PassResult
 from symbiosis.training.run_work import RunWork
 from symbiosis.training.train_state import TrainState
 

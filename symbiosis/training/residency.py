@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from symbiosis.training.command import Command, again, result_record
+from symbiosis.training.run_command import Command, again, result_record
 from symbiosis.training.run_journal import RunJournal
 from symbiosis.training.train_state import TrainState
 from symbiosis.training.training_run import Run

@@ -15,7 +15,6 @@ from symbiosis.client.from_executor import built
 from symbiosis.client.weights.remote_weight import close_sessions
 from symbiosis.errors import Busy, ConfigError
 from symbiosis.training.checkpoint_folders import check_adapter
-from symbiosis.training.command import Command, future_of
 from symbiosis.training.command_queue import CommandQueue
 from symbiosis.training.datum import Datum, check_tokens
 from symbiosis.training.engine_folder import NAME, EngineFolder
@@ -25,6 +24,7 @@ from symbiosis.training.packed_model import PackedModel
 from symbiosis.training.refused_adapters import check_rank
 from symbiosis.training.residency import Residency
 from symbiosis.training.run_adapter import RunAdapter
+from symbiosis.training.run_command import Command, future_of
 from symbiosis.training.run_journal import About, RunJournal, config_of, no_room
 from symbiosis.training.train_state import TrainState, lora_plus_of
 from symbiosis.training.training_run import Run

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from symbiosis.errors import ConfigError
 from symbiosis.training.checkpoint_folders import write_checkpoint
-from symbiosis.training.command import FORWARD, FORWARD_BACKWARD, Command, PassResult, step_command
 from symbiosis.training.command_order import CommandOrder
 from symbiosis.training.datum import Datum, sequences
 from symbiosis.training.losses import Custom, check_loss
+from symbiosis.training.run_command import FORWARD, FORWARD_BACKWARD, Command, PassResult, step_command
 from symbiosis.training.run_journal import RunJournal
 from symbiosis.training.train_state import TrainState
 

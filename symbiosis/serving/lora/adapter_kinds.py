@@ -254,7 +254,6 @@ def _low_rank(layer: tuple[str, dict[str, Tensor]], config: dict[str, Any], base
         raise AdapterError(f"of {name} it has only one of lora_A and lora_B: save it again")
     a_RK, b_NR = of["lora_A.weight"], of["lora_B.weight"]
     rank = int(_by_pattern(name, config.get("rank_pattern"), config.get("r", 8)))
-    _check_rank(name, rank, max_rank)
     if a_RK.dim() == b_NR.dim() == 2 and len(a_RK) == b_NR.shape[1] != rank:
         raise AdapterError(
             f"its tensors at {name} are of rank {len(a_RK)}, and its adapter_config.json says {rank}: correct r or rank_pattern there"
@@ -280,16 +279,12 @@ def check_low_rank(
     """Check that a layer's two matrices fit the base's."""
     outputs, inputs = _shape(module)
     rank = len(a_RK) if rank is None else rank
-    _check_rank(name, rank, max_rank)
-    _check(name, "lora_A", a_RK, (rank, inputs))
-    _check(name, "lora_B", b_NR, (outputs, rank))
-
-
-def _check_rank(name: str, rank: int, max_rank: int) -> None:
     if rank > max_rank:
         raise AdapterError(
             f"its rank is {rank} at {name}, and this server takes {max_rank} at most: start it with a larger max_rank (--max-rank)"
         )
+    _check(name, "lora_A", a_RK, (rank, inputs))
+    _check(name, "lora_B", b_NR, (outputs, rank))
 
 
 def _scaling(name: str, config: dict[str, Any], rank: int) -> float:

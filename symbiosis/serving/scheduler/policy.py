@@ -20,7 +20,7 @@ SHORT = 64  # tokens of a prompt that is not worth cutting
 INPUT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, to its tenant
 
 
-class Shares(Protocol):
+class Wants(Protocol):
     """What a tenant wants computed, as far as fairness looks at it."""
 
     @property
@@ -29,7 +29,7 @@ class Shares(Protocol):
     def brought(self) -> int: ...
 
 
-class Waits(Shares, Protocol):
+class Waits(Wants, Protocol):
     """A sequence, as far as policies look at it."""
 
     overtaken: int
@@ -62,7 +62,7 @@ class Prompt(Protocol):
     def uncomputed(self) -> int: ...
 
 
-S = TypeVar("S", bound=Shares)
+S = TypeVar("S", bound=Wants)
 W = TypeVar("W", bound=Waits)
 R = TypeVar("R", bound=Runs)
 P = TypeVar("P", bound=Prompt)
