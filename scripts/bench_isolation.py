@@ -117,7 +117,7 @@ class Raw:
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.sndhwm, self.socket.rcvhwm = 16, rcvhwm
-        place.unlock(self.socket)
+        place.keys().unlock(self.socket)
         self.socket.connect(f"tcp://{place.where}")
         self._hello = encode_control(Hello(client="raw", observer=observer))
         self.hello()
@@ -157,7 +157,7 @@ def knock(endpoint: str) -> zmq.Socket:
     place = Address.parse(endpoint.removeprefix("tcp://"))
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger, socket.reconnect_ivl = 0, -1
-    place.unlock(socket)
+    place.keys().unlock(socket)
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.connect(f"tcp://{place.where}")
     return socket

@@ -80,11 +80,11 @@ class Raw:
 
     def __init__(self, endpoint: str) -> None:
         place = Address.parse(endpoint.removeprefix("tcp://"))
-        self._encrypted = place.own is not None
+        self._encrypted = bool(place.key)
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.sndtimeo = self.socket.rcvtimeo = int(WAIT_S * 1000)
-        place.unlock(self.socket)
+        place.keys().unlock(self.socket)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.socket.connect(f"tcp://{place.where}")
 

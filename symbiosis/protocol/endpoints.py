@@ -39,6 +39,25 @@ def parts_of(url: str) -> tuple[str, str]:
     return scheme, address
 
 
+def query_of(url: str) -> dict[str, str]:
+    """Return the options that follow the `?` of an endpoint, decoded. A `+` is a plus, as in a path. Raises `ConfigError` for what is no
+    option, has no value, or is given twice.
+
+    >>> query_of("tcp://host:7000?key=c%2B%2B/my+own.key&nccl=no")
+    {'key': 'c++/my+own.key', 'nccl': 'no'}
+    """
+    given: dict[str, str] = {}
+    query = url.partition("?")[2]
+    for part in query.split("&") if query else ():
+        name, _, value = map(unquote, part.partition("="))
+        if not value:
+            raise ConfigError(f"{url}: {part or '&'} is no option of an endpoint: write NAME=VALUE")
+        if name in given:
+            raise ConfigError(f"{url}: {name} is given twice: write it once")
+        given[name] = value
+    return given
+
+
 def of_rank(url: str, rank: int, here: int = 0, hosts: Sequence[str] = ()) -> str:
     """Return where a rank of a service answers, if rank number `here` answers at `url`. The first one has the service's name. `hosts`: of each
     rank, those of one host behind each other, if there are several. That is what an executor says: one that `url` does not name is refused.
@@ -71,11 +90,11 @@ def of_rank(url: str, rank: int, here: int = 0, hosts: Sequence[str] = ()) -> st
 
 def _named_host(url: str, host: str, hosts: Sequence[str]) -> str:
     """Return `host` if the endpoint names it, or raise `CallError`: an executor does not say where its clients connect to."""
-    place, _, query = url.partition("?")
-    given = dict(part.partition("=")[::2] for part in query.split("&") if part)
-    if host in unquote(given.pop("hosts", "")).split(","):
+    if host in query_of(url).get("hosts", "").split(","):
         return host
-    named = "&".join([f"{name}={value}" for name, value in given.items()] + [f"hosts={','.join(dict.fromkeys(hosts))}"])
+    place, _, query = url.partition("?")
+    others = [part for part in query.split("&") if part and not part.startswith("hosts=")]
+    named = "&".join([*others, f"hosts={','.join(dict.fromkeys(hosts))}"])
     raise CallError(
         Code.NOT_ALLOWED,
         f"the executor at {place} says that a part of its model is on {host}, which the endpoint does not name. If these hosts are its "

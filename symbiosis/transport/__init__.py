@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symbiosis.errors import CallError, Code, ConnectionLost
+from symbiosis.errors import CallError, Code
 from symbiosis.protocol import Hello
 from symbiosis.protocol.endpoints import is_within_process, of_rank, parts_of, socket_path
 from symbiosis.transport.base import Connection, Listener, Peer, ServerPort, Sharing
+from symbiosis.transport.patience import Reason, unavailable
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import CPU
 
@@ -23,6 +24,7 @@ __all__ = [
     "Listener",
     "Peer",
     "Reactor",
+    "check_endpoint",
     "connect",
     "is_within_process",
     "listen",
@@ -70,7 +72,7 @@ def check_endpoint(url: str) -> None:
     if scheme == "tcp":
         from symbiosis.transport.tcp.address import Address
 
-        Address.options(address)
+        Address.parse(address)
 
 
 def may_go_by_nccl(url: str) -> bool:
@@ -118,7 +120,7 @@ def open_line(
         logger.warning("%s: calls of %s go through the host's memory, which is slow: %s", url, device, error)
         return None
     except OSError as error:
-        raise ConnectionLost(f"no executor answers at {url}: {error}") from None
+        raise unavailable({url: Reason.of(error)}) from None
 
 
 def listen(url: str, reactor: Reactor, inbox: ServerPort) -> Listener:

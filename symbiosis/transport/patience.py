@@ -2,23 +2,43 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic
+from typing import NamedTuple
 
-from symbiosis.errors import ExecutorUnavailable, HandshakeFailed
+from symbiosis.errors import CallError, ExecutorUnavailable, HandshakeFailed
 from symbiosis.protocol.endpoints import how_to_start_one
 
 logger = logging.getLogger("symbiosis")
 JOIN_S = 10.0  # how long an executor may take to let a client in
+CONNECT_S = (
+    3.0  # ... and its host to accept the connection: shorter than a heartbeat, longer than to send a packet twice
+)
 LONGEST_PAUSE_S = 0.5  # between two attempts to find one
 SILENT_S = 2.0  # a shorter wait is not worth a line
-SAYS_NOTHING = (
-    "what listens there takes connections, and says nothing. If it is an executor, it hangs, is stopped, or is still starting: "
-    "see its log"
-)
+SAYS_NOTHING = "it takes connections, and says nothing: if it is an executor, it hangs, is stopped, or is still starting, as its log says"
 AWAY = "%s is away: this program goes on with the weights that it has mapped"
 _lock = threading.Lock()
 _waits: dict[tuple[str, ...], list["Patience"]] = {}  # the waits under way, by endpoints
+
+
+class Reason(NamedTuple):
+    """Why a client did not come in at an endpoint, and whether something answers there."""
+
+    why: str
+    is_there: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> "Reason":
+        """Return what an error says. The error itself would hold frames, and the rows of a call with them.
+
+        >>> Reason.of(FileNotFoundError(2, "No such file or directory"))
+        Reason(why='No such file or directory', is_there=False)
+        """
+        if isinstance(error, TimeoutError):
+            return cls(SAYS_NOTHING, True)
+        why = error.message if isinstance(error, CallError) else getattr(error, "strerror", None) or str(error)
+        return cls(why, isinstance(error, HandshakeFailed))
 
 
 class Patience:
@@ -28,7 +48,7 @@ class Patience:
         """`option` names what the user may change to wait longer or shorter."""
         self.begun, self.seconds = monotonic(), seconds
         self._key, self._option, self._told = tuple(endpoints), option, False
-        self.why = ""  # what the user is told besides
+        self.reasons: dict[str, Reason] = {}  # by endpoint, as it was asked last
         with _lock:
             _waits.setdefault(self._key, []).append(self)
         self._timer = threading.Timer(SILENT_S, self._tell)
@@ -50,7 +70,7 @@ class Patience:
             " or ".join(self._key),
             self.seconds,
             self._option,
-            f". {self.why}" if self.why else "",
+            f". {unavailable(self.reasons)}" if self.reasons else "",
         )
 
     def end(self, endpoint: str | None) -> None:
@@ -67,14 +87,13 @@ class Patience:
             logger.warning("the executor at %s answers, after %.1f s", endpoint, monotonic() - self.begun)
 
 
-def unavailable(endpoints: Sequence[str], cause: Exception, longer: str = "") -> ExecutorUnavailable:
-    """Return the error of a wait in vain, which says what to do about it, and which argument waits for `longer`."""
-    more = f" ({longer} waits for longer)" if longer else ""
-    if isinstance(cause, HandshakeFailed):
-        return ExecutorUnavailable(f"{cause}{more}")
-    if isinstance(cause, TimeoutError):
-        return ExecutorUnavailable(f"no executor answers at {' or '.join(endpoints)}: {SAYS_NOTHING}{more}")
-    said = str(cause).removeprefix(f"no executor answers at {endpoints[0]}: ")
-    return ExecutorUnavailable(
-        f"no executor at {' or '.join(endpoints)} ({said}). {how_to_start_one(endpoints[0])}{more}"
-    )
+def unavailable(reasons: Mapping[str, Reason], longer: str = "") -> ExecutorUnavailable:
+    """Return the error of a wait in vain at these endpoints. It says what to do about it, and which argument waits for `longer`.
+
+    >>> print(unavailable({"local:///a.sock": Reason("Connection refused", False)}))
+    no executor at local:///a.sock (Connection refused). Start one with: symbiosis-executor MODEL --listen local:///a.sock
+    """
+    asked = " or ".join(f"{endpoint} ({reason.why})" for endpoint, reason in reasons.items())
+    absent = [endpoint for endpoint, reason in reasons.items() if not reason.is_there]
+    start = f". {how_to_start_one(absent[0])}" if absent else ""
+    return ExecutorUnavailable(f"no executor at {asked}{start}" + (f" ({longer} waits for longer)" if longer else ""))

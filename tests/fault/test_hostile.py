@@ -286,7 +286,7 @@ def let_in(context: zmq.Context, endpoint: str) -> zmq.Socket:
     place = Address.parse(endpoint.removeprefix("tcp://"))
     connection = context.socket(zmq.DEALER)
     connection.linger = 0
-    place.unlock(connection)
+    place.keys().unlock(connection)
     connection.connect(f"tcp://{place.where}")
     return connection
 

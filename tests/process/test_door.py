@@ -51,7 +51,7 @@ def knocks(endpoint: str, count: int) -> list[zmq.Socket]:
     for _ in range(count):
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.linger, socket.reconnect_ivl = 0, -1
-        place.unlock(socket)
+        place.keys().unlock(socket)
         socket.connect(f"tcp://{place.where}")
         sockets.append(socket)
     return sockets

@@ -29,7 +29,7 @@ from symbiosis.protocol import Call, Hello, Op, decode_reply, encode_call, encod
 from symbiosis.protocol.endpoints import is_loopback
 from symbiosis.transport import may_go_by_nccl
 from symbiosis.transport.tcp import call_frames, tenant_queues
-from symbiosis.transport.tcp.address import Address
+from symbiosis.transport.tcp.address import OPTIONS, Address
 from symbiosis.transport.tcp.sockets import PIECE, cut
 from symbiosis.transport.tensors import bytes_of
 from tests.conftest import tiny_llama
@@ -330,10 +330,12 @@ def test_with_keys_an_executor_listens_to_other_machines(realm: Realm) -> None:
         ("key=a.key", "keys come in pairs"),
         ("server=a.pub", "keys come in pairs"),
         ("key=a&server=b&more=c", "more is no option of an endpoint"),
-        ("keepalives=3", "keepalives is no option of an endpoint, which are server, key, nccl, hosts"),
+        ("keepalives=3", f"keepalives is no option of an endpoint, which are {', '.join(OPTIONS)}$"),
         ("nonsense", "nonsense is no option of an endpoint"),
         ("&", "write NAME=VALUE"),
         ("nccl=maybe", "nccl=yes or no"),
+        *((f"{name}=", f"{name}= is no option of an endpoint: write NAME=VALUE") for name in OPTIONS),
+        *((f"{name}=yes&{name}=no", f"{name} is given twice") for name in OPTIONS),
     ],
 )
 def test_a_wrong_option_is_found_in_each_of_several_endpoints(query: str, why: str, serve: Callable) -> None:
@@ -341,6 +343,16 @@ def test_a_wrong_option_is_found_in_each_of_several_endpoints(query: str, why: s
         Address.parse(f"127.0.0.1:7000?{query}")
     with pytest.raises(ConfigError, match=why):
         Session([serve(tiny_llama()).endpoint, f"tcp://127.0.0.1:7000?{query}"])
+
+
+def test_a_plus_in_a_path_is_a_plus(tmp_path: Path) -> None:
+    """As in the names of hosts beside it, which the same function reads."""
+    folder = tmp_path / "c++ keys"
+    folder.mkdir()
+    secret, public = generate("alice", folder)
+    for path in (folder, str(folder).replace(" ", "%20"), str(folder).replace("+", "%2B")):
+        keys = Address.parse(f"127.0.0.1:7000?server={path}/{public.name}&key={path}/{secret.name}").keys()
+        assert keys.own == read_pair(secret)
 
 
 def test_a_secret_key_is_not_taken_for_a_public_one(realm: Realm) -> None:
@@ -580,7 +592,7 @@ def test_an_executors_key_that_has_expired_is_not_taken(tmp_path: Path) -> None:
     secret, public = generate("executor", tmp_path)
     public.write_text(public.read_text() + "expires 2020-01-01\n")
     with pytest.raises(ConfigError, match="have expired: ask its operator"):
-        Address.parse(f"127.0.0.1:7000?server={public}&key={secret}")
+        Address.parse(f"127.0.0.1:7000?server={public}&key={secret}").keys()
 
 
 def test_a_reply_as_large_as_there_is_room_for_comes_through(realm: Realm) -> None:

@@ -239,5 +239,5 @@ def test_a_peer_gone_in_the_middle_of_a_handshake_is_a_lost_connection() -> None
 
 def test_connecting_to_nobody_is_a_lost_connection(url: str) -> None:
     url = url.replace(":0", ":1")
-    with pytest.raises(ConnectionLost, match="no executor"):
+    with pytest.raises(ConnectionLost, match="it accepts no connection|No such file|none of this process has the name"):
         transport.connect(url, Hello(), 1.0)

@@ -126,7 +126,7 @@ def test_a_call_that_takes_too_long_is_a_lost_connection(executor: symbiosis.Exe
 
     executor.server.reactor.call_soon(compute)
     busy.wait(WAIT_S)
-    with pytest.raises(ConnectionLost, match=r"no answer from .* within 0\.2 s"):
+    with pytest.raises(ConnectionLost, match="no answer in time"):
         connection.call(1, Call(Op.ECHO, 0, "float32", (3, 5)), (anything((3, 5)),), 0.2)
     go_on.set()
     connection.close()

@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ import symbiosis
 from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError, ExecutorUnavailable
 from symbiosis.protocol import Op
-from symbiosis.transport import patience
+from symbiosis.transport import inproc, patience
+from symbiosis.transport.tcp import client
 from tests.conftest import tiny_llama
 from tests.fault_proxy import deaf_listener
 from tests.processes import WAIT_S, Program, until
@@ -119,6 +121,61 @@ def test_a_host_that_drops_packets_is_given_up_when_the_patience_is_over(build: 
         assert 1.0 <= time.monotonic() - begun < 3.0
 
 
+MORE = " (patience=, $SYMBIOSIS_PATIENCE_S waits for longer)"
+START = ". Start one with: symbiosis-executor MODEL --listen "
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "text"),
+    [
+        (
+            ["inproc://nobody"],
+            "inproc://nobody (none of this process has the name). "
+            "Start one with: symbiosis.Executor(model, listen='inproc://nobody'), in this program",
+        ),
+        (["local:///no.sock"], f"local:///no.sock (No such file or directory){START}local:///no.sock{MORE}"),
+        (
+            ["tcp://127.0.0.1:1?nccl=no"],
+            f"tcp://127.0.0.1:1?nccl=no (it accepts no connection){START}tcp://127.0.0.1:1{MORE}",
+        ),
+        (["tcp://SILENT"], f"tcp://SILENT ({patience.SAYS_NOTHING}){MORE}"),
+        (
+            ["tcp://SILENT", "tcp://127.0.0.1:1"],
+            f"tcp://SILENT ({patience.SAYS_NOTHING}) or tcp://127.0.0.1:1 (it accepts no connection){START}tcp://127.0.0.1:1{MORE}",
+        ),
+    ],
+)
+def test_the_error_says_once_what_is_wrong_with_each_endpoint(endpoints: list[str], text: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        with pytest.raises(ExecutorUnavailable) as error:
+            symbiosis.from_executor([url.replace("SILENT", address) for url in endpoints], patience=0.4)
+    assert str(error.value) == f"no executor at {text.replace('SILENT', address)}"
+
+
+def test_a_host_that_accepts_no_connection_is_given_up_before_the_join_is(
+    serve: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "CONNECT_S", 0.2)
+    with deaf_listener() as address:
+        replicas = [f"tcp://{address}", serve(tiny_llama(), listen=["tcp://127.0.0.1:0"]).endpoint]
+        begun = time.monotonic()
+        assert Session(replicas, wait=60.0).welcome.manifest
+        assert 0.2 <= time.monotonic() - begun < 5.0
+
+
+def test_an_executor_that_breaks_off_once_it_has_let_a_client_in_is_joined_again(
+    serve: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = serve(tiny_llama(), listen=["inproc://breaks"])
+    session = Session(executor.endpoint, share=True)
+    with monkeypatch.context() as broken:
+        broken.setattr(inproc.InprocConnection, "served_weights", lambda self: self._next(0.0))
+        assert session.welcome.manifest
+    assert torch.equal(session.call(Op.ECHO, 0, torch.ones(2)), torch.ones(2))
+    session.close()
+
+
 def test_a_host_that_drops_packets_leaves_time_for_its_replica(serve: Callable, ids: Tensor) -> None:
     with deaf_listener() as address:
         replicas = [f"tcp://{address}", serve(tiny_llama(), listen=["tcp://127.0.0.1:0"]).endpoint]
@@ -166,7 +223,7 @@ def test_ctrl_c_ends_a_wait_that_is_told_of(program: str, scheme: str, tmp_path:
 
 
 def test_what_answers_nothing_is_not_told_to_be_absent() -> None:
-    error = patience.unavailable(["local:///x.sock"], TimeoutError("timed out"))
+    error = patience.unavailable({"local:///x.sock": patience.Reason.of(TimeoutError("timed out"))})
     assert "says nothing" in str(error) and "Start one" not in str(error)
 
 

@@ -26,9 +26,9 @@ from symbiosis.client.connection import named_endpoints
 from symbiosis.client.connection.lifetime import beat_every, beat_from_now_on
 from symbiosis.client.direct.mapped import Mapped
 from symbiosis.client.stats import Stats
-from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, ProtocolError
+from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, HandshakeFailed, ProtocolError
 from symbiosis.protocol import Call, Hello, Layer, Priority, Reply, Welcome
-from symbiosis.transport.patience import AWAY, JOIN_S, LONGEST_PAUSE_S, Patience, unavailable
+from symbiosis.transport.patience import AWAY, JOIN_S, LONGEST_PAUSE_S, Patience, Reason, unavailable
 from symbiosis.transport.reply_checks import MoreRoom
 from symbiosis.transport.tensors import CPU, Shapes, on_host
 
@@ -94,7 +94,11 @@ class Reconnecting:
         """What the executor said when this session joined."""
         if self._welcome is None:
             with self._lock:
-                self._connected()
+                try:
+                    self._connected()
+                except ConnectionLost:
+                    if self._welcome is None:
+                        raise  # else it has joined, and broke since: the first call joins again
         assert self._welcome
         return self._welcome
 
@@ -164,11 +168,11 @@ class Reconnecting:
             raise error
         if self._waiting is None:
             self._waiting = Patience(self.endpoints, self.patience, PATIENCE)
+        self._waiting.reasons[self.endpoint] = Reason.of(error)
         gone = self._welcome is None or not any(map(transport.may_come_back, self.endpoints))
         if gone or self._waiting.left < 0:
-            raise next(
-                iter(self._refusing.values()), unavailable(self.endpoints, error, "" if gone else PATIENCE)
-            ) from None
+            in_vain = unavailable(self._waiting.reasons, "" if gone else PATIENCE)
+            raise next(iter(self._refusing.values()), in_vain) from None
         self._turn_to_next()
         self.stats.retries += 1
 
@@ -190,7 +194,8 @@ class Reconnecting:
 
     @torch.inference_mode(False)  # tensors that are made here are used in whatever mode calls are made later
     def _connect(self) -> transport.Connection:
-        made = self._connection = self._join(self._waiting) if self._welcome else self._join_first()
+        seconds = self._waiting.left / len(self.endpoints) if self._waiting else JOIN_S
+        made = self._connection = self._join(seconds) if self._welcome else self._join_first()
         self.stats.reconnects += self._is_reconnect()
         self._welcome = made.welcome
         self.fingerprint = self._welcome.fingerprint
@@ -240,16 +245,15 @@ class Reconnecting:
         """Whether a join that succeeded makes up for a connection that was lost."""
         return self._welcome is not None
 
-    def _join(self, waiting: Patience | None) -> transport.Connection:
-        """Ask the endpoint in use to let this client in, so that what is left of the wait is enough for the others, too."""
-        left = waiting.left / len(self.endpoints) if waiting else JOIN_S
+    def _join(self, seconds: float) -> transport.Connection:
+        """Ask the executor in use to let this client in, for about so long."""
         try:
-            return self._join_within(min(JOIN_S, max(LEAST_JOIN_S, left)))
+            return self._join_within(min(JOIN_S, max(LEAST_JOIN_S, seconds)))
         except CallError as error:
             if len(self.endpoints) == 1 or error.code not in KEEPS_OUT:
                 raise
             self._say_who_refuses(error)
-            raise ConnectionLost(f"{self.endpoint}: {error.message}") from None
+            raise HandshakeFailed(error.message) from None
 
     def _join_within(self, seconds: float) -> transport.Connection:
         """Return one more connection to the executor in use."""
@@ -266,36 +270,35 @@ class Reconnecting:
 
     def _join_first(self) -> transport.Connection:
         """Join whichever replica answers. Waits for one that is being started, or started again, and cannot tell it from one that never comes."""
-        waiting = Patience(self.endpoints, self.wait or JOIN_S, PATIENCE)
+        attempt_s = JOIN_S * len(self.endpoints)  # by each, whole, if there is no patience at all
+        waiting = Patience(self.endpoints, self.wait or attempt_s, PATIENCE)
         connection, pause = None, FIRST_PAUSE_S
         may_come = any(map(transport.may_come_back, self.endpoints))
+        longer = "" if all(map(transport.is_within_process, self.endpoints)) else PATIENCE
         try:
             while True:
-                connection, cause = self._ask_each(waiting if self.wait else None)
+                connection = self._ask_each(waiting)
                 if connection is not None:
                     return connection
-                waiting.why = str(unavailable(self.endpoints, cause))
                 if not may_come or time.monotonic() > waiting.begun + self.wait:
-                    longer = PATIENCE if may_come else ""
-                    raise next(iter(self._refusing.values()), unavailable(self.endpoints, cause, longer)) from None
+                    raise next(iter(self._refusing.values()), unavailable(waiting.reasons, longer)) from None
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_FIRST_PAUSE_S)
         finally:
             waiting.end(self.endpoint if connection else None)
             self._refusing.clear()
 
-    def _ask_each(self, waiting: Patience | None) -> tuple[transport.Connection | None, Exception]:
-        """Return a connection to the first executor that admits us, or the reason why none does."""
-        cause: Exception = ConnectionLost("nobody was asked")
-        for _ in self.endpoints:
+    def _ask_each(self, waiting: Patience) -> transport.Connection | None:
+        """Return a connection to the first executor that admits us. What is left of the wait is shared among those still to be asked."""
+        for others in reversed(range(len(self.endpoints))):
             try:
-                return self._join(waiting), cause
+                return self._join(waiting.left / (1 + others))
             except (ConnectionLost, CallError) as error:
                 if not is_away(error):
                     raise
-                cause = error
+                waiting.reasons[self.endpoint] = Reason.of(error)
                 self._turn_to_next()
-        return None, cause
+        return None
 
     def _turn_to_next(self) -> None:
         self.endpoints = named_endpoints.brought_up_to_date(self.endpoints, self._names)

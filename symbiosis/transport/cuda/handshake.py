@@ -49,7 +49,7 @@ from symbiosis.transport.cuda.words import ANSWERED, BEAT, ENQUEUED, FIRST_BYTES
 from symbiosis.transport.local.client import BELL, must_be, read_letter
 from symbiosis.transport.local.segment import Slab
 from symbiosis.transport.local.shared_page import NBYTES, SharedPage
-from symbiosis.transport.patience import AWAY, JOIN_S, LONGEST_PAUSE_S, Patience, unavailable
+from symbiosis.transport.patience import AWAY, JOIN_S, LONGEST_PAUSE_S, Patience, Reason, unavailable
 from symbiosis.transport.reply_checks import Answers, accepted
 
 logger = logging.getLogger("symbiosis")
@@ -287,7 +287,7 @@ class CudaHandshake:
         return False
 
     def _unavailable(self, cause: Exception) -> ExecutorUnavailable:
-        return unavailable([self._url], cause)
+        return unavailable({self._url: Reason.of(cause)})
 
     def _fail(self, error: SymbiosisError) -> None:
         logger.error("what this program computes from now on is void: %s", error)
@@ -340,7 +340,7 @@ def _exchange(sock: socket.socket, message: Control, fd: int | None = None) -> C
 
 def _answer(answer: Control) -> Control:
     if isinstance(answer, Bye):
-        raise ConnectionLost("the executor hung up")
+        raise ConnectionLost("it hung up")
     if isinstance(answer, Refusal):
         raise answer.error()
     if not isinstance(answer, Done | Registered | Composed):

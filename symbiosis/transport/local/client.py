@@ -76,33 +76,29 @@ class LocalConnection:
         try:
             self._epoll = select.epoll()
             self._socket = connected(address, timeout)
-        except OSError as error:
-            raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
-        try:
             self._join(hello)
-            self._epoll.register(self._ear, select.EPOLLIN | select.EPOLLET)
-            self._epoll.register(self._socket.fileno(), select.EPOLLIN)
         except TimeoutError:
-            self._socket.close()
-            raise HandshakeFailed(f"no executor answers at {self._url}: {SAYS_NOTHING}") from None
+            raise HandshakeFailed(SAYS_NOTHING) from None
         except OSError as error:
-            self._socket.close()
-            raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
-        except BaseException:
-            self._socket.close()
-            raise
+            raise ConnectionLost(error.strerror or str(error)) from None
         self.beat()
 
     def _join(self, hello: Hello) -> None:
-        with self._asked(hello, Grown, 4) as (first, fds):
-            letter, slab, *bells = fds
-            self.welcome = accepted(read_letter(letter), self._url, hello)
-            self._answers = Answers(self.welcome)
-            must_be(BELL, bells[0])
-            must_be(EAR, bells[1])
-            self._slab = segment(slab, first.nbytes, PAYLOAD_AT + LONGEST_TEXT, LARGEST_FIRST)
-            self._call_bell, self._ear = bells
-            fds[:] = [letter]
+        try:
+            with self._asked(hello, Grown, 4) as (first, fds):
+                letter, slab, *bells = fds
+                self.welcome = accepted(read_letter(letter), self._url, hello)
+                self._answers = Answers(self.welcome)
+                must_be(BELL, bells[0])
+                must_be(EAR, bells[1])
+                self._slab = segment(slab, first.nbytes, PAYLOAD_AT + LONGEST_TEXT, LARGEST_FIRST)
+                self._call_bell, self._ear = bells
+                fds[:] = [letter]
+            self._epoll.register(self._ear, select.EPOLLIN | select.EPOLLET)
+            self._epoll.register(self._socket.fileno(), select.EPOLLIN)
+        except BaseException:
+            self._socket.close()
+            raise
 
     @contextmanager
     def _asked(self, message: Control, kind: type[Answer], *descriptors: int) -> Iterator[tuple[Answer, list[int]]]:
@@ -113,7 +109,7 @@ class LocalConnection:
             if isinstance(answer, Refusal):
                 raise answer.error()
             if isinstance(answer, Bye):
-                raise ConnectionLost(f"the executor at {self._url} closed the connection")
+                raise ConnectionLost("it closed the connection")
             if not isinstance(answer, kind) or len(fds) not in descriptors:
                 raise ProtocolError(
                     Code.BAD_FRAME, f"{self._url} answers a {type(message).__name__} with a {type(answer).__name__}"
@@ -127,9 +123,9 @@ class LocalConnection:
             try:
                 answered = stack.enter_context(self._asked(message, kind, *descriptors))
             except TimeoutError:
-                raise ConnectionLost(f"no answer from {self._url} in time") from None
+                raise ConnectionLost("no answer in time") from None
             except OSError as error:
-                raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
+                raise ConnectionLost(f"it hung up: {error}") from None
             yield answered
 
     def call(
@@ -176,10 +172,10 @@ class LocalConnection:
             while not answered():
                 left = begun + timeout - monotonic()
                 if left <= 0:
-                    raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
+                    raise ConnectionLost("no answer in time")
                 events = self._epoll.poll(min(left, NAP_S))
                 if any(fd != self._ear for fd, _ in events) and not answered():
-                    raise ConnectionLost(f"the executor at {self._url} hung up")
+                    raise ConnectionLost("it hung up")
             WORD.pack_into(memory, CLIENT_SLEEPS_AT, 0)
         if monotonic() - begun < LONG_S:
             self._long.discard(call)

@@ -18,12 +18,12 @@ from symbiosis.protocol import REPLY_SIZE, Call, Hello, Reply, decode_reply, enc
 from symbiosis.transport.cuda.driver import device_name
 from symbiosis.transport.nccl import driver as nccl_driver
 from symbiosis.transport.nccl.driver import Communicator, NcclError, communicator_within
+from symbiosis.transport.patience import CONNECT_S
 from symbiosis.transport.reactor import spin
 from symbiosis.transport.tcp.client import BEAT_S, TcpConnection
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, bytes_tensor, cut
 
-CONNECT_S = 3.0  # that the executor's port for headers may take to answer: shorter than a heartbeat
-MEET_S = 30.0  # ... and its GPU
+MEET_S = 30.0  # that the executor's GPU may take to answer
 ABORT_S = 5.0  # that a broken communicator may take to end
 
 
@@ -79,7 +79,7 @@ class NcclConnection(TcpConnection):
         except ConnectionLost:
             raise
         except (OSError, NcclError) as error:
-            raise ConnectionLost(f"the connection to {self._url} broke: {error}") from None
+            raise ConnectionLost(f"the connection broke: {error}") from None
         return reply, cut(result, shapes)
 
     def _read(self, nbytes: int, deadline: float) -> bytes:
@@ -93,7 +93,7 @@ class NcclConnection(TcpConnection):
                     self.beat()
             came = self._side.recv(nbytes - len(raw))
             if not came:
-                raise ConnectionLost(f"the executor at {self._url} hung up")
+                raise ConnectionLost("it hung up")
             raw += came
         return raw
 
@@ -111,12 +111,12 @@ class NcclConnection(TcpConnection):
         """Wait until the result is there."""
         while not spin(stream.query):
             if self._something_came():  # nothing is due: it is the end
-                raise ConnectionLost(f"the executor at {self._url} hung up")
+                raise ConnectionLost("it hung up")
             self._give_up_after(deadline)
 
     def _give_up_after(self, deadline: float) -> None:
         if monotonic() > deadline:
-            raise ConnectionLost(f"no answer from {self._url} in time")
+            raise ConnectionLost("no answer in time")
 
     def close(self) -> None:
         super().close()

@@ -29,8 +29,9 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
+from symbiosis.transport.patience import CONNECT_S, SAYS_NOTHING
 from symbiosis.transport.reply_checks import Answers, MoreRoom, accepted
-from symbiosis.transport.tcp.address import Address
+from symbiosis.transport.tcp.address import Address, ClientKeys
 from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire, harden, hold, most_frames
 from symbiosis.transport.tcp.sockets import cut as cut_frames
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, bytes_of, copied, cut
@@ -48,6 +49,7 @@ class TcpConnection:
     """A DEALER socket, with a monitor that tells when the executor is gone."""
 
     device, page, is_lost, look_s = CPU, None, False, IDLE_LOOK_S
+    _has_joined = False
 
     def __init__(self, address: str, hello: Hello, timeout: float, for_gpu: bool = False, room: int = -1) -> None:
         """Results `for_gpu` lie in pinned memory. A `room` of 0 or more limits the bytes of a message."""
@@ -57,25 +59,26 @@ class TcpConnection:
         self._wire: Wire | None = None
         self._received = 0  # bytes of the messages taken, or somewhat more
         place = Address.parse(address)
-        self._url, self._has_keys = f"tcp://{place.where}", place.own is not None
-        self._join(place, hello, timeout)
+        self._url, self._has_keys = f"tcp://{place.where}", bool(place.key)
+        self._join(place.keys(), hello, monotonic() + timeout)
+        self._has_joined = True
         self._answers = Answers(self.welcome)
         self.host = str(self._wire.other_end[0]) if self._wire else ""  # the executor's address
 
-    def _join(self, place: Address, hello: Hello, timeout: float) -> None:
+    def _join(self, keys: ClientKeys, hello: Hello, deadline: float) -> None:
         """Join by the first of the executor's keys that it accepts. There are several while it exchanges them."""
-        deadline = monotonic() + timeout
-        for server in place.servers[:-1]:
+        for server in keys.servers[:-1]:
             with suppress(HandshakeFailed):
-                self._join_by(place, server, hello, deadline, timeout)
+                self._join_by(keys, server, hello, deadline)
                 return
-        self._join_by(place, place.servers[-1] if place.servers else "", hello, deadline, timeout)
+        self._join_by(keys, keys.servers[-1] if keys.servers else "", hello, deadline)
 
-    def _join_by(self, place: Address, server: str, hello: Hello, deadline: float, timeout: float) -> None:
+    def _join_by(self, keys: ClientKeys, server: str, hello: Hello, deadline: float) -> None:
         self._wire, self._received = None, 0
         self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
-        place.unlock(self._socket, server)
+        keys.unlock(self._socket, server)
         harden(self._socket)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, round(1e3 * CONNECT_S))
         self._socket.setsockopt(zmq.MAXMSGSIZE, self._room + SPARE if self._room >= 0 else -1)
         self._monitor: Any = self._socket.get_monitor_socket(
             zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | REFUSED_KEYS | BROKEN_HANDSHAKE
@@ -87,14 +90,14 @@ class TcpConnection:
             self._socket.connect(self._url)
             with suppress(zmq.Again):  # refused before we could say anything: the monitor tells
                 self._socket.send(encode_control(hello), zmq.NOBLOCK)
-            head, *rest = self._receive(deadline, timeout, MAX_WELCOME)
+            head, *rest = self._receive(deadline, MAX_WELCOME)
             if rest or len(head) > MAX_WELCOME:
                 raise ProtocolError(Code.BAD_FRAME, f"{self._url} answers a join with more than a welcome")
             self.welcome = accepted(decode_from_executor(head.buffer), self._url, hello)
             self._wire = Wire.below(head)
         except zmq.ZMQError as error:
             self.close()
-            raise ConnectionLost(f"cannot connect to {self._url}: {error}") from None
+            raise ConnectionLost(str(error)) from None
         except BaseException:  # ctrl-C, too: if nobody reads the monitor, ZeroMQ's thread waits for ever
             self.close()
             raise
@@ -111,19 +114,19 @@ class TcpConnection:
         frames = [encode_call(call, seq), *chain.from_iterable(parts)]
         deadline = monotonic() + timeout
         if self._broken:
-            raise ConnectionLost(f"the connection to {self._url} broke")
+            raise ConnectionLost("the connection broke")
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=call.nbytes < COPY_BELOW)
         except zmq.Again:  # the queue is full of beats that the executor did not read
-            raise ConnectionLost(f"{self._url} takes no more messages: its executor hangs") from None
+            raise ConnectionLost("it takes no more messages: it hangs") from None
         while True:
-            head, *rest = self._receive(deadline, timeout, expected)
+            head, *rest = self._receive(deadline, expected)
             if head.buffer[:4] != MAGIC_REPLY:
                 refusal = decode_from_executor(head.buffer) if len(head) <= MAX_REFUSAL else None
                 if not isinstance(refusal, Refusal):
                     raise ProtocolError(Code.BAD_FRAME, f"{self._url} answers a call with a {type(refusal).__name__}")
                 if refusal.code == Code.NOT_JOINED:
-                    raise ConnectionLost(f"the executor at {self._url} was restarted")
+                    raise ConnectionLost("it was restarted")
                 raise refusal.error()
             reply = decode_reply(head.bytes)
             if reply.seq == seq:
@@ -138,7 +141,7 @@ class TcpConnection:
                 result = copied([frame.buffer for frame in rest], reply.dtype, reply.shape, self._for_gpu)
                 return reply, cut(result, shapes if reply.code is Code.OK else ())
 
-    def _receive(self, deadline: float, timeout: float, most: int) -> list[zmq.Frame]:
+    def _receive(self, deadline: float, most: int) -> list[zmq.Frame]:
         """Receive the next message, of not much more than `most` bytes."""
         beat_at = monotonic() + BEAT_S
         while monotonic() < deadline:
@@ -152,7 +155,9 @@ class TcpConnection:
             if monotonic() > beat_at:
                 self._say_that_we_live()
                 beat_at += BEAT_S
-        raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
+        if self._wire is not None and not self._has_joined:
+            raise HandshakeFailed(SAYS_NOTHING)
+        raise self._lost("no answer in time")
 
     def _message(self, most: int) -> list[zmq.Frame]:
         """Read the message that has come, or raise `ProtocolError` if it has more frames than a reply."""
@@ -185,8 +190,12 @@ class TcpConnection:
             )
         if event & BROKEN_HANDSHAKE:
             asked = "server= names another executor's .pub file" if self._has_keys else f"the endpoint must read {keys}"
-            raise HandshakeFailed(f"the executor at {self._url} broke off the handshake: it is ending, or {asked}")
-        raise ConnectionLost(f"no executor at {self._url}: the connection broke")
+            raise HandshakeFailed(f"it broke off the handshake: it is ending, or {asked}")
+        raise self._lost("the connection broke")
+
+    def _lost(self, why: str) -> ConnectionLost:
+        """Return the error of a connection that is gone, or never was there."""
+        return ConnectionLost(why if self._wire else "it accepts no connection")
 
     def commons(self) -> dict[int, Tensor]:
         return {}
