@@ -584,7 +584,10 @@ def test_what_a_newcomer_reads_is_counted(
     monkeypatch.setattr(sys, "argv", ["paths.py", "--static"])
     script("paths").main()
     figures = last_line(capsys.readouterr().out, "paths")["figures"]
-    assert all(figures[name] > 0 for name in ("files for an op", "files that mention an op", "words", "lines"))
+    parts = ("an op", "a transport", "an option of the executor", "an option of an endpoint")
+    assert all(figures[f"files besides its own: {part}"] > 0 for part in parts)
+    assert all(figures[name] > 0 for name in ("files that mention an op", "words", "lines"))
+    assert figures["words with several meanings"] == 1, "of a client, and of calls: join"
 
 
 @pytest.mark.parametrize(
