@@ -16,7 +16,7 @@ from typing import Any
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close throws away what was not sent, and says so
 CHUNK = 16 << 10
 WAIT_S = 60.0
-SENT_AGAIN_S = 0.2  # after this long Linux takes a packet for lost, on a line as short as this
+SENT_AGAIN_S = 0.2  # after this long Linux takes a packet for lost, on a network as short as this
 
 
 @contextmanager

@@ -15,7 +15,7 @@ CONNECT_S = (
     3.0  # ... and its host to accept the connection: shorter than a heartbeat, longer than to send a packet twice
 )
 LONGEST_PAUSE_S = 0.5  # between two attempts to find one
-SILENT_S = 2.0  # a shorter wait is not worth a line
+SILENT_S = 2.0  # a shorter wait is not worth telling of
 SAYS_NOTHING = "it takes connections, and says nothing: if it is an executor, it hangs, is stopped, or is still starting, as its log says"
 AWAY = "%s is away: this program goes on with the weights that it has mapped"
 _lock = threading.Lock()

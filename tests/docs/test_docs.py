@@ -10,6 +10,7 @@ import yaml
 
 import symbiosis
 from symbiosis.executor.scheduling.rules import POLICIES
+from symbiosis.transport.tcp.address import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -34,6 +35,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             target = (page.parent / file).resolve() if file else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+def test_the_table_of_an_endpoints_options_has_all_of_them() -> None:
+    """... and no other, so that an option is told of where users look for it."""
+    table = re.search(r"^\| option \| values \|.*?\n\n", (ROOT / "docs/usage.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert table and re.findall(r"^\| `(\w+)` \|", table[0], re.MULTILINE) == list(OPTIONS)
 
 
 def test_every_page_is_on_the_site_and_every_public_name_in_the_reference() -> None:
