@@ -1,6 +1,6 @@
 """`wrap`: turn a model's frozen layers into proxies.
 
-What is replaced is found by name (`places`) and checked by shape, dtype and digest. Everything is checked before anything is changed.
+What is replaced is found by name (`layer_plan`) and checked by shape, dtype and digest. Everything is checked before anything is changed.
 """
 
 import logging

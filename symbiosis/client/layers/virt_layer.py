@@ -6,7 +6,7 @@ executor has, so no rows are saved for the backward pass:
     VirtLinear.forward(x)  ->  FORWARD of x, for the layer and those of its group  ->  Session.rows
     backward(dy)           ->  DGRAD of dy                                         ->  Session.rows
 
-Each is an autograd function, and under torch.compile the custom op `symbiosis::product`. The op takes integers besides the rows, so a
+(With mapped weights the forward is mostly `F.linear`, and the backward torch's own.) Each is an autograd function, and under torch.compile the custom op `symbiosis::product`. The op takes integers besides the rows, so a
 compiled model keeps one graph; and the gradient of a DGRAD is a FORWARD, so it can be differentiated any number of times. To everybody
 who looks, a VirtLinear is an `nn.Linear` and a VirtConv1D a transformers `Conv1D`: `wrap` changes the class of the layer in place and
 leaves hooks, name and mode as they are.
