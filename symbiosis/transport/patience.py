@@ -70,7 +70,7 @@ class Patience:
             " or ".join(self._key),
             self.seconds,
             self._option,
-            f". {unavailable(self.reasons)}" if self.reasons else "",
+            f". {unavailable(dict(self.reasons))}" if self.reasons else "",
         )
 
     def end(self, endpoint: str | None) -> None:
