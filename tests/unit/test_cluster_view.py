@@ -73,6 +73,8 @@ def test_who_gives_up_waiting_makes_room_for_those_behind_alone() -> None:
 
 def test_what_placement_is_told_of_a_server() -> None:
     seen = view_of().seen[1]
+    unasked = seen.told()
+    assert min(unasked.free, unasked.pages, unasked.longest) > 10**15, "before it was asked, anything fits"
     for tenant, sequences in (("a", 2), ("b", 1), ("a", 3)):
         seen.flights.add(InFlight(RoutingRequest(model="m", tenant=tenant, sequences=sequences), print))
     seen.others, seen.room, seen.promised, seen.tokens = 4, 100, 30, 500

@@ -16,7 +16,7 @@ from symbiosis.errors import CallError, Code
 from symbiosis.executor.call_kinds import HostCall
 from symbiosis.executor.calls import cell_ops, price
 from symbiosis.executor.calls.call_plan import WHOLE, CallPlan, make_plan
-from symbiosis.executor.calls.cells import GRAINS, boxes
+from symbiosis.executor.calls.cells import GRAINS, SMALL, boxes, leading
 from symbiosis.executor.calls.price import grid_of
 from symbiosis.executor.calls.validation import must_be_finite
 from symbiosis.executor.compute import slices
@@ -189,6 +189,13 @@ def test_a_turn_looks_at_its_own_ids_and_a_wrong_one_is_refused(monkeypatch: pyt
             engine_of_the_store().step(Batch(plan.key, [piece], 0.0, plan.grains[0][1], first, last))
         answer = peer.replies.get_nowait()
         assert isinstance(answer, tuple) and answer[0].code is Code.BAD_SHAPE
+
+
+@pytest.mark.parametrize(
+    ("shape", "sides"), [((7,), 1), ((7, SMALL), 1), ((7, SMALL + 1), 2), ((30, 20, 50, 40), 2), ((30, 20, 50, 41), 3)]
+)
+def test_what_is_copied_together_is_small(shape: tuple[int, ...], sides: int) -> None:
+    assert leading(shape, GRAINS[0]) == shape[:sides]
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import symbiosis
 from symbiosis.errors import ConfigError
-from symbiosis.serving.engine.detokenize import Stop, Text, bytes_of, chat_text, decoder, prompt_tokens
+from symbiosis.serving.engine.detokenize import BYTES, Stop, Text, bytes_of, chat_text, decoder, prompt_tokens
 
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
 
@@ -59,6 +59,10 @@ def test_pieces_with_spaces_and_bytes_become_the_same_text(pieces: list[int], st
     whole, parts, _ = streamed(sentence_pieces(), tokens)
     assert whole == sentence_pieces().decode(tokens, clean_up_tokenization_spaces=False)
     assert "�" not in "".join(parts)
+
+
+def test_each_byte_has_one_character() -> None:
+    assert sorted(BYTES.values()) == list(range(256))
 
 
 def test_what_never_becomes_a_character_is_not_held_back_for_ever() -> None:
