@@ -347,6 +347,15 @@ def test_a_loss_of_ones_own(reduction: str) -> None:
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(my_gradients, gradients, strict=True))
 
 
+def test_a_head_that_is_looked_at_makes_whole_logits() -> None:
+    model = symbiosis.fuse(adapted(tiny_llama()))
+    loss = model(**batch()).loss
+    seen: list[Tensor] = []
+    model.base_model.model.lm_head.register_forward_hook(lambda _, given, y: seen.append(y))
+    assert torch.allclose(model(**batch()).loss, loss, rtol=1e-5)
+    assert len(seen) == 1 and type(seen[0]) is Tensor
+
+
 def test_a_norm_of_its_own_kind_is_left_alone() -> None:
     class ShiftedRMSNorm(nn.Module):
         def __init__(self) -> None:

@@ -24,8 +24,8 @@ class HeadForward(ModuleForward):
 
 
 def is_frozen_product(head: nn.Module) -> bool:
-    """Whether a head does nothing but multiply by a matrix that is not trained."""
-    if type(head) not in (nn.Linear, VirtLinear):
+    """Whether a head does nothing but multiply by a matrix that is not trained, and is there whenever a piece needs it."""
+    if type(head) not in (nn.Linear, VirtLinear) or head._forward_pre_hooks or head._forward_hooks:
         return False
     return not any(parameter.requires_grad for parameter in head._parameters.values() if parameter is not None)
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.layers.virt_layer import VirtConv1D, VirtLinear, is_as_served
-from symbiosis.training.fused.module_forward import ModuleForward, is_watched
+from symbiosis.training.fused.module_forward import ModuleForward, has_hooks, is_watched
 
 MISSES_ALLOWED = 3  # so often in a row may layers of a group not be called, until PEFT computes them
 
@@ -218,7 +218,7 @@ def _adapter_of(layer: LoraLinear) -> LoraMatrices | None:
 
 def _is_plain(linear: nn.Module) -> bool:
     """Whether a layer is nothing but a product."""
-    return type(linear) is nn.Linear and linear._parameters["bias"] is None and not _has_hooks(linear)
+    return type(linear) is nn.Linear and linear._parameters["bias"] is None and not has_hooks(linear)
 
 
 def _dtype_of_rows(x: Tensor) -> torch.dtype:
@@ -231,17 +231,12 @@ def _dtype_of_rows(x: Tensor) -> torch.dtype:
 def _base_of(layer: nn.Module, x: Tensor, dtype: torch.dtype) -> FrozenProduct:
     bias = layer._parameters.get("bias")
     if isinstance(layer, nn.Linear | Conv1D) and not (bias is not None and bias.requires_grad):
-        matrix = None if _has_hooks(layer) else _frozen_matrix(layer, x)
+        matrix = None if has_hooks(layer) else _frozen_matrix(layer, x)
         if matrix is not None:
             return FrozenProduct(matrix, bias, None)
     y = layer(x).to(dtype)
     can_be_written = y.is_contiguous() and not y._is_view() and not (y.is_leaf and y.requires_grad)
     return FrozenProduct(None, None, y if can_be_written else y.clone(memory_format=torch.contiguous_format))
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return bool(hooks) or "forward" in vars(layer)
 
 
 def _frozen_matrix(layer: nn.Module, x: Tensor) -> Tensor | None:

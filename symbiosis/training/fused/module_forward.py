@@ -35,8 +35,15 @@ def take_back(module: nn.Module) -> None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether somebody else has put a `forward` into this module, or ours is there already."""
-    return "forward" in vars(module)
+    """Whether a module computes by anything but its class."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something else happens when a module is called: weights are gathered, say."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
 
 
 def is_watched() -> bool:
