@@ -61,7 +61,14 @@ def fuse(model: Model) -> Model:
 
 
 def unfuse(model: Model) -> Model:
-    """Let a model compute as it did before `fuse`. In place."""
+    """Let a model compute as it did before `fuse`, to the bit. In place.
+
+    >>> import symbiosis
+    >>> from peft import LoraConfig, get_peft_model
+    >>> with symbiosis.Executor("demo") as executor:
+    ...     model = get_peft_model(symbiosis.from_executor(executor.endpoint), LoraConfig(task_type="CAUSAL_LM"))
+    ...     model = symbiosis.unfuse(symbiosis.fuse(model))
+    """
     a_model(model, "unfuse")
     for module in model.modules():
         take_back(module)
