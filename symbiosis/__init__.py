@@ -25,6 +25,7 @@ _WHERE = {
     "Split": "symbiosis.client.privacy.split",
     "SymbiosisCallback": "symbiosis.client.trainer_callback",
     "publish": "symbiosis.serving.lora.publish",
+    "rollout": "symbiosis.training.rollout",
     "fuse": "symbiosis.training.fused.fuse",
     "unfuse": "symbiosis.training.fused.fuse",
     "Executor": "symbiosis.executor.embedded",
@@ -44,6 +45,7 @@ __all__ = [
     "offload_cache",
     "publish",
     "report",
+    "rollout",
     "stats",
     "unfuse",
     "unwrap",
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from symbiosis.offload.cache import offload_cache
     from symbiosis.serving.lora.publish import publish
     from symbiosis.training.fused.fuse import fuse, unfuse
+    from symbiosis.training.rollout import rollout
 
 
 def __getattr__(name: str) -> "Any":

@@ -50,6 +50,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_tokens: Annotated[tuple[int, ...], Count(128)] = ()  # besides the model's own ends
     ignore_eos: bool = False
     logprobs: Annotated[int | None, Limit(0, 20)] = None  # of so many other tokens, too
+    scaled_logprobs: bool = (
+        False  # of the scores over the temperature, as they are drawn by, instead of the model's own
+    )
     logit_bias: Annotated[dict[int, float], Count(1024)] = {}
     presence_penalty: Annotated[float, Limit(-2, 2)] = 0.0
     frequency_penalty: Annotated[float, Limit(-2, 2)] = 0.0

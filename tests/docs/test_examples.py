@@ -84,6 +84,15 @@ def test_example(name: str, endpoint: str, tmp_path: Path) -> None:
     example(name, endpoint, tmp_path)
 
 
+def test_rl_without_moving_a_weight(endpoint: str, tmp_path: Path) -> None:
+    """Twice the reward within twelve steps, by a version a step."""
+    said = example("rl.py", endpoint, tmp_path, "demo", "12").splitlines()
+    rewards = [float(line.split()[-1]) for line in said]
+    versions = [int(re.findall(r"version (\d+)", line)[0]) for line in said]
+    assert versions == list(range(versions[0], versions[0] + 12))
+    assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3]), said
+
+
 def test_a_chat(endpoint: str, tmp_path: Path) -> None:
     """With the demo model, whose answers make no sense: only a tokenizer and a template are needed here."""
     shutil.copytree(DEMO_MODEL, tmp_path / "model")

@@ -101,10 +101,12 @@ class Loader:
         trained = self.trained.get(model)
         if trained is None or trained.adapter != adapter or not trained.is_current(model):
             trained = trained_lora(model, adapter)
-            if trained is None or trained.device != self.served.device:
+            if trained is None:
                 return None
             self._check_shapes(trained)
             self.trained[model] = trained
+        if trained.device != self.served.device:
+            return None
         dtype = held_dtype(trained.dtype, self.base.dtype)
         return self._held(name, "LORA", trained.parts(), trained.scales(), dtype, version)
 

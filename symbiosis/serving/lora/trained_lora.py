@@ -28,7 +28,6 @@ class TrainedLora:
     adapter: str
     layers: dict[str, TrainedLayer]
     dtype: torch.dtype
-    device: torch.device
     _parts: dict[str, Part] = field(default_factory=dict)
     _addresses: list[int] = field(default_factory=list)
 
@@ -40,6 +39,11 @@ class TrainedLora:
             and layer.module.scaling[name] == layer.scaling
             for layer in self.layers.values()
         )  # fmt: skip
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are now: those of a run that idles may have been away."""
+        return next(iter(self.layers.values())).a.device
 
     def parts(self) -> dict[str, Part]:
         """Return views of the parameters; `up` is not scaled."""
@@ -76,9 +80,7 @@ def trained_lora(model: Any, adapter: str) -> TrainedLora | None:
                 return None
             layers[name] = layer
     kinds = {(t.dtype, t.device) for layer in layers.values() for t in (layer.a, layer.b)}
-    if len(kinds) != 1:
-        return None
-    return TrainedLora(config, adapter, layers, *kinds.pop())
+    return TrainedLora(config, adapter, layers, kinds.pop()[0]) if len(kinds) == 1 else None
 
 
 def _is_rewritten(config: Any) -> bool:

@@ -1,7 +1,8 @@
 """Chooses the next tokens, for all sequences of a step at once.
 
 The random number for a token is a hash of its sequence's seed and of its position. So a sequence draws the same tokens whatever else runs,
-and however often it is evicted and computed again. Log probabilities are those of the model's own distribution.
+and however often it is evicted and computed again. Log probabilities are those of the model's own distribution,
+unless a request wants them at its temperature.
 """
 
 import torch
@@ -77,7 +78,14 @@ def begin_choice(
     if not asked:
         return Chosen(ids, None, [], [])
     tops, which = [sequences[row].request.sampling.logprobs for row in asked], _there(asked, scores.device)
-    return Chosen(ids, _logprobs(logits[which], ids[which].clamp(min=0), tops), asked, tops)
+    scores = _scaled(logits[which], [sequences[row].request.sampling for row in asked])
+    return Chosen(ids, _logprobs(scores, ids[which].clamp(min=0), tops), asked, tops)
+
+
+def _scaled(logits: Tensor, samplings: list[Sampling]) -> Tensor:
+    """Divide rows by their temperature, where that is asked for."""
+    heat = [each.temperature or 1.0 if each.scaled_logprobs else 1.0 for each in samplings]
+    return logits if set(heat) == {1.0} else logits / _there(heat, logits.device).unsqueeze(1)
 
 
 def depends_on_tokens(sampling: Sampling) -> bool:
