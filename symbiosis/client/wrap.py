@@ -68,7 +68,7 @@ def wrap(
             Else `$SYMBIOSIS_ENDPOINT`, else this host's default socket.
         timeout: Seconds that one call may take before it is sent again; default: `$SYMBIOSIS_CALL_TIMEOUT_S`, else 120.
         patience: Seconds that an executor may be away, when `wrap` is called or later, before that raises; default:
-            `$SYMBIOSIS_PATIENCE_S`, else 60. After two seconds a line says what is waited for, and why.
+            `$SYMBIOSIS_PATIENCE_S`, else 60. After two seconds the log says what is waited for, and why.
         wait: Not needed any more: seconds for the first wait alone, instead of `patience`.
         layers: Patterns of layer names (`"model.layers.*"`), or of those that stay here (`"!*.o_proj"`); default: every layer that
             the executor serves.

@@ -69,7 +69,8 @@ class Sharing(Protocol):
 
 
 class Connection(Protocol):
-    """The client's end. It carries one call at a time: the session holds a lock around it."""
+    """The client's end. It carries one call at a time: the session holds a lock around it. What breaks is a `ConnectionLost` with the reason
+    alone, since the error that a user sees (`patience.unavailable`) names the endpoint."""
 
     welcome: Welcome
     device: torch.device  # it takes rows from there as well as from the CPU, and puts their results there

@@ -385,6 +385,7 @@ def test_rows_go_in_clear_only_if_the_client_says_so(realm: Realm) -> None:
     ]
     assert may_go_by_nccl("tcp://127.0.0.1:7000") and not may_go_by_nccl("tcp://127.0.0.1:7000?nccl=no")
     assert not may_go_by_nccl("local:///tmp/executor.sock")
+    assert not may_go_by_nccl("tcp://127.0.0.1:7000?server=none.pub&key=none.key"), "which reads no file"
 
 
 # ---------------------------------------------------------------- who comes in
