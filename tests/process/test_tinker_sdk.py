@@ -1,0 +1,91 @@
+"""Tinker's SDK, unmodified, against `symbiosis serve demo --train` with all of its processes; one of them is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving_api import Command, eventually, is_up
+
+pytest.importorskip("tinker")
+pytestmark = pytest.mark.long
+PROGRAM = """
+import sys
+import numpy as np
+import tinker
+
+service = tinker.ServiceClient()
+run = service.create_lora_training_client(base_model="demo", rank=4, seed=1).result()
+ids = list(b"Once upon a time there was a base model that was shared.")
+weights = np.ones(len(ids) - 1, np.float32)
+datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": np.array(ids[1:]), "weights": weights})
+
+
+def step(data=(datum,)):
+    done = run.forward_backward(list(data), "cross_entropy")
+    run.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+    return done.result().metrics["loss:sum"]
+
+
+losses = [step() for _ in range(3)]
+print("trained", flush=True)
+sys.stdin.readline()  # meanwhile a process is killed
+losses.append(step())
+assert losses == sorted(losses, reverse=True), losses
+step([datum] * 1025)  # in two chunks
+own = run.forward_backward_custom([datum], lambda data, logprobs: (-sum(each.sum() for each in logprobs), {"mine": 1.0})).result()
+assert own.metrics["mine"] == 1.0
+sampler = run.save_weights_and_get_sampling_client()
+sampler = sampler.result() if hasattr(sampler, "result") else sampler
+prompt = tinker.ModelInput.from_ints(ids[:9])
+found = sampler.sample(prompt, 2, tinker.SamplingParams(max_tokens=8, seed=3), include_prompt_logprobs=True).result()
+assert found.prompt_logprobs[0] is None and len(found.sequences) == 2
+tokens = ids[:9] + found.sequences[0].tokens
+again = tinker.Datum(
+    model_input=tinker.ModelInput.from_ints(tokens[:-1]),
+    loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)},
+)
+logprobs = run.forward([again], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+assert np.abs(logprobs[8:] - np.array(found.sequences[0].logprobs)).max() < 1e-5
+path = run.save_state("first").result().path
+other = service.create_training_client_from_state_with_optimizer(path).result()
+assert other.forward([datum], "cross_entropy").result().metrics == run.forward([datum], "cross_entropy").result().metrics
+try:
+    run.forward_backward([tinker.Datum(model_input=prompt, loss_fn_inputs=datum.loss_fn_inputs)], "cross_entropy").result()
+    raise SystemExit("what does not fit was taken")
+except tinker.RequestFailedError as error:
+    assert error.category == "user", error
+except tinker.APIStatusError as error:
+    assert error.status_code == 400 and "datum 0" in str(error), error
+print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Command]:
+    command = Command("--train", "--checkpoints", str(tmp_path / "checkpoints"))
+    try:
+        yield command
+    finally:
+        command.close()
+
+
+def test_the_sdk_trains_samples_and_goes_on_when_http_is_killed(command: Command) -> None:
+    own = {"TINKER_BASE_URL": command.url, "TINKER_API_KEY": "tml-demo", "PYTHONWARNINGS": "ignore"}
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], env={**os.environ, **own}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    assert program.stdin and program.stdout
+    try:
+        assert program.stdout.readline() == "trained\n", program.communicate()
+        os.kill(command.child("http_process"), signal.SIGKILL)
+        eventually(lambda: is_up(command.url))
+        told, errors = program.communicate("go on\n", timeout=100)
+        assert told == "done\n", errors[-3000:]
+    finally:
+        program.kill()
+    assert command.end() == 0, command.errors
