@@ -5,11 +5,15 @@ Run from the repository root (a minute or two on one core):
     python scripts/train_exact.py --quick    # fewer runs, steps and families
 
 Each run has a thread of its own, which sends batches of random lengths at random times, so that passes join whoever waits. Some runs are saved in
-the middle, and go on from their checkpoint in another engine. A second table has a step of three runs on models of other families.
+the middle, and go on from their checkpoint in another engine. A second table has a step of three runs on models of other families. Then a process that
+trains in a folder is killed again and again: the next one goes on there, and no step that was acknowledged may be lost, or done twice.
 """
 
 import argparse
+import os
 import random
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -61,6 +65,9 @@ KINDS: dict[str, Callable[[int], PeftConfig]] = {
     "OFT": lambda r: _of(peft.OFTConfig, oft_block_size=8, r=0, target_modules=["q_proj", "v_proj"]),
     "HRA": lambda r: _of(peft.HRAConfig, r=2 * min(r, 8), target_modules=["q_proj", "v_proj"]),
     "LN tuning": lambda r: _of(peft.LNTuningConfig, target_modules=["input_layernorm", "norm"]),
+    "LoRA at the head": lambda r: _of(LoraConfig, r=r, target_modules=["lm_head", "q_proj"]),
+    "prompt tuning": lambda r: _of(peft.PromptTuningConfig, num_virtual_tokens=min(r, 8)),
+    "P-tuning": lambda r: _of(peft.PromptEncoderConfig, num_virtual_tokens=3, encoder_hidden_size=32),
     "saved modules": lambda r: _of(LoraConfig, r=r, target_modules=["q_proj"], modules_to_save=["input_layernorm"]),
 }
 
@@ -196,6 +203,82 @@ def resumed(steps: int) -> float:
     return relative([found.adapter[name] for name in alone.adapter], list(alone.adapter.values()))
 
 
+KILLED = ("LoRA", "LoRA with dropout", "DoRA", "LoKr")  # kinds of the runs whose process is killed
+READY, ACKNOWLEDGED = "ready", "acknowledged"  # files: whoever trains is there; a line for each command that was done
+
+
+def killed(steps: int, kills: int) -> tuple[float, int]:
+    """How far adapters are off that were trained by processes that were killed, and how many commands were acknowledged in all."""
+    chance, script = random.Random(kills), Path(__file__)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        while True:
+            child = subprocess.Popen([sys.executable, str(script), "--live", name, str(steps)])
+            wait_for(folder / READY, child)
+            if kills:
+                time.sleep(chance.uniform(0.0, 0.8))
+                child.send_signal(signal.SIGKILL)
+            kills -= 1
+            (folder / READY).unlink()
+            if child.wait() == 0:
+                break
+            if child.returncode != -signal.SIGKILL:
+                raise RuntimeError("a process that went on found its runs in another state than it was told")
+        acknowledged = len(set((folder / ACKNOWLEDGED).read_text().split("\n"))) - 1
+        with Engine(build("Llama"), state=folder / "runs") as engine:
+            return max(
+                off_from_alone(engine.open(str(number)), number, steps) for number in range(len(KILLED))
+            ), acknowledged
+
+
+def wait_for(file: Path, child: "subprocess.Popen[bytes]") -> None:
+    until = time.monotonic() + 300
+    while not file.exists():
+        if child.poll() is not None or time.monotonic() > until:
+            raise RuntimeError("a process that trains did not begin")
+        time.sleep(0.01)
+
+
+def off_from_alone(run: Run, number: int, steps: int) -> float:
+    alone = train_alone("Llama", KINDS[KILLED[number]](8), number, batches_of(number, steps)).adapter
+    found = get_peft_model_state_dict(run.model, save_embedding_layers=False)
+    return relative([found[name] for name in alone], list(alone.values()))
+
+
+def live(folder: Path, steps: int) -> int:
+    """Train the runs of a folder, from where they are, and note each command that was acknowledged."""
+    known = (folder / ACKNOWLEDGED).read_text().splitlines() if (folder / ACKNOWLEDGED).exists() else []
+    notes = os.open(folder / ACKNOWLEDGED, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with Engine(build("Llama"), state=folder / "runs", in_memory=2) as engine:
+        runs = [
+            engine.open(str(number))
+            if str(number) in engine.names
+            else engine.create(KINDS[kind](8), seed=number, name=str(number))
+            for number, kind in enumerate(KILLED)
+        ]
+        for number, run in enumerate(runs):
+            last = max((int(line.split()[1]) for line in known if int(line.split()[0]) == number), default=0)
+            if run.next_number <= last or run.steps != (run.next_number - 1) // 2:
+                return 1
+        (folder / READY).touch()
+
+        def train(number: int, run: Run) -> None:
+            batches = batches_of(number, steps)
+            for step in range(
+                max(0, run.next_number // 2 - 1), steps
+            ):  # the last one again: nobody knows whether its answer came
+                run.submit(2 * step + 1, "forward_backward", batches[step])
+                run.submit(2 * step + 2, "step", lr=LR).result()
+                os.write(notes, f"{number} {2 * step + 2}\n".encode())
+
+        threads = [threading.Thread(target=train, args=each) for each in enumerate(runs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return 0
+
+
 def family(name: str) -> tuple[bool, float, float]:
     """Whether it packs; how far gradients and losses of three runs are off, at worst."""
     ranks, batches = (2, 8, 4), [batches_of(number, 2) for number in range(3)]
@@ -213,12 +296,16 @@ def family(name: str) -> tuple[bool, float, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="13 runs, 4 steps and three families, instead of 26, 10 and nine"
+        "--quick", action="store_true", help="16 runs, 4 steps and three families, instead of 32, 10 and nine"
     )
-    quick = parser.parse_args().quick
+    parser.add_argument("--live", nargs=2, metavar=("FOLDER", "STEPS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    quick = options.quick
     warnings.filterwarnings("ignore", category=UserWarning)
+    if options.live:
+        return live(Path(options.live[0]), int(options.live[1]))
     report = Report("train_exact")
-    kinds, joined = many_runs(*((13, 4) if quick else (26, 10)))
+    kinds, joined = many_runs(*((16, 4) if quick else (32, 10)))
     print_table(
         ("kind of PEFT", "loss off by", "gradients", "adapters at the end"),
         [(kind, *(f"{each:.1e}" for each in worst)) for kind, worst in kinds.items()],
@@ -240,6 +327,11 @@ def main() -> int:
     report.bar("adapters_off", max(a for _, _, a in kinds.values()), "<=", ADAPTER)
     report.bar("families_gradients_off", max(g for _, g, _ in families.values()), "<=", GRADIENT)
     report.bar("resumed_adapter_off", resumed(4 if quick else 10), "<=", ADAPTER)
+    kills = 3 if quick else 20
+    after_kills, acknowledged = killed(20 if quick else 100, kills)
+    report.bar("adapters_off_after_kills", after_kills, "<=", ADAPTER)
+    report.bar("kills", kills, ">=", kills)
+    report.bar("commands_acknowledged", acknowledged, ">=", 1)
     report.bar("runs_in_a_pass", joined, ">=", 2)
     return report.finish()
 

@@ -214,6 +214,7 @@ def _is_plain(adapter: RunAdapter) -> bool:
     """Whether an adapter is nothing but LoRA that the kernels compute."""
     return (
         adapter.low_rank.keys() == adapter.layers.keys()
+        and not adapter.virtual
         and all(flat.values.is_cuda and flat.values.dtype == torch.float32 for flat in adapter.flats)
         and all(len(low.a) <= HIGHEST_RANK for low in adapter.low_rank.values())
     )

@@ -1,7 +1,7 @@
 """What a run is trained with: sequences, the tokens wanted at their positions, and what the loss needs of each."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ class Datum:
     weights: Tensor | None = None
     logprobs: Tensor | None = None
     advantages: Tensor | None = None
+    ahead: int = field(
+        default=0, init=False
+    )  # 1: the first target is to follow an adapter's prompt, so each is one token earlier
 
     def __post_init__(self) -> None:
         self._set("tokens", _whole_numbers("tokens", self.tokens))
@@ -48,6 +51,11 @@ class Datum:
             if (given := getattr(self, name)) is not None:
                 self._set(name, _numbers(name, given, self.targets))
 
+    def moved(self, ahead: int) -> "Datum":
+        """Have each target follow the token before the one that it is given with."""
+        object.__setattr__(self, "ahead", ahead)
+        return self
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -55,9 +63,9 @@ class Datum:
         object.__setattr__(self, name, value)
 
 
-def sequences(batch: Any) -> list[Datum]:
+def sequences(batch: Any, ahead: int = 0) -> list[Datum]:
     """Return the sequences of a batch: a `Datum`, several, or what transformers' models are called with. The loss of those is the mean over all
-    labels, as it is there.
+    labels, as it is there; with `ahead` the first one counts, since an adapter has a prompt in front of it.
 
     >>> [datum] = sequences({"input_ids": [[5, 6, 7]], "labels": [[-100, 6, 7]]})
     >>> datum.targets.tolist(), datum.weights.tolist()
@@ -66,10 +74,10 @@ def sequences(batch: Any) -> list[Datum]:
     if isinstance(batch, Datum):
         return [batch]
     if isinstance(batch, Mapping):
-        return _labelled(batch)
+        return _labelled(batch, ahead)
     if not isinstance(batch, Iterable):
         raise ConfigError(f"a batch is a Datum, a list of them, or a dict with input_ids and labels, not {batch!r}")
-    data = [datum for one in batch for datum in sequences(one)]
+    data = [datum for one in batch for datum in sequences(one, ahead)]
     if not data:
         raise ConfigError("the batch is empty")
     return data
@@ -87,7 +95,7 @@ def check_tokens(data: Iterable[Datum], vocabulary: int, longest: int) -> None:
                 raise ConfigError(f"{name} are numbers from 0 to {vocabulary - 1}, and one is {wrong}")
 
 
-def _labelled(batch: Mapping[str, Any]) -> list[Datum]:
+def _labelled(batch: Mapping[str, Any], ahead: int) -> list[Datum]:
     if missing := {"input_ids", "labels"} - batch.keys():
         raise ConfigError(f"a batch needs {' and '.join(sorted(missing))}, as transformers' models do")
     if more := batch.keys() - {"input_ids", "labels", "attention_mask"}:
@@ -97,20 +105,20 @@ def _labelled(batch: Mapping[str, Any]) -> list[Datum]:
     if ids.dim() != 2 or not ids.numel() or ids.shape != labels.shape or ids.shape != mask.shape:
         shapes = ", ".join(_shape(each) for each in (ids, labels, mask))
         raise ConfigError(f"input_ids, labels and attention_mask are matrices of one shape, and these are {shapes}")
-    counted = int((labels[:, 1:] != IGNORED).sum())
-    return [_datum(*row, counted) for row in zip(ids, labels, mask.bool(), strict=True)]
+    counted = int((labels[:, 1 - ahead :] != IGNORED).sum())
+    return [_datum(*row, counted, ahead) for row in zip(ids, labels, mask.bool(), strict=True)]
 
 
-def _datum(ids: Tensor, labels: Tensor, mask: Tensor, counted: int) -> Datum:
+def _datum(ids: Tensor, labels: Tensor, mask: Tensor, counted: int, ahead: int) -> Datum:
     if not mask.any():
         raise ConfigError("a row of the batch is masked as a whole: leave it out")
     first, last = int(mask.nonzero()[0]), int(mask.nonzero()[-1]) + 1
     if not mask[first:last].all():
         raise ConfigError("attention_mask has a hole within a row: only tokens at its ends can be masked")
     ids, labels = ids[first:last], labels[first:last]
-    wanted = torch.cat([labels[1:], labels.new_tensor([IGNORED])])
+    wanted = labels if ahead else torch.cat([labels[1:], labels.new_tensor([IGNORED])])
     counts = wanted != IGNORED
-    return Datum(ids, wanted.where(counts, 0), counts.float() / max(counted, 1))
+    return Datum(ids, wanted.where(counts, 0), counts.float() / max(counted, 1)).moved(ahead)
 
 
 def _whole_numbers(name: str, given: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from symbiosis.errors import AdapterError, ConfigError, SymbiosisError
 from symbiosis.kernels import with_triton
@@ -48,6 +49,10 @@ class PackedModel:
         self._model = self.skeleton.copy(own_biases=False).eval()
         self._modules = dict(self._model.named_modules())
         self._head = _head_of(self._model)
+        self._head_name = next(name for name, module in self._modules.items() if module is self._head)
+        self._at_head: list[tuple[RunAdapter, int]] = []  # whose rows the head is given, and how many
+        self._prompts: list[tuple[RunAdapter, int]] = []  # the first row of each prompt of the pass
+        self._puts_prompts = False
         self._is_plain_head = not any(getattr(text_config(model), name, None) for name in HEAD_SCALES)
         self._acting = ActingRuns(torch.zeros((), device=self.device, requires_grad=True))
         self._groups: list[SharedRows] = []
@@ -68,18 +73,21 @@ class PackedModel:
 
     def add(self, adapter: RunAdapter) -> None:
         """Let an adapter act at its layers."""
+        adapter.low_rank.pop(self._head_name, None)  # the head is given the rows in pieces
         for name in adapter.layers:
-            if self._modules[name] is self._head:
-                raise AdapterError(
-                    f"it acts at {name}, the head, which computes log probabilities for all: leave that out"
-                )
-            if name not in self._takes_rows:
+            if name == self._head_name and _draws(adapter.layers[name]):
+                raise AdapterError(f"it has dropout at {name}, the head, which is computed twice: leave that out")
+            if name not in self._takes_rows and name != self._head_name:
                 raise AdapterError(
                     f"it acts at {name}, which is not given all rows in their order: leave that out of its targets"
                 )
         own = adapter.layers.keys() - adapter.low_rank.keys() - self._sites
         for name in own:
-            self._modules[name].register_forward_hook(partial(self._run_layers, name))
+            runs = self._run_head if name == self._head_name else partial(self._run_layers, name)
+            self._modules[name].register_forward_hook(runs)
+        if adapter.virtual and not self._puts_prompts:
+            self._puts_prompts = True
+            self._model.get_input_embeddings().register_forward_hook(self._put_prompts)  # type: ignore[operator]
         self._sites |= own
         for name in adapter.low_rank:
             if not any(name in group.names for group in self._groups):
@@ -107,24 +115,37 @@ class PackedModel:
 
     def _compute(self, works: Sequence[RunWork]) -> None:
         data = [datum for work in works for datum in work.data]
-        self._layout = layout = PackLayout(tuple(map(len, data)), self.packs)
+        owners = [work.adapter for work in works for _ in work.data]
+        lengths = [adapter.virtual + len(datum) for adapter, datum in zip(owners, data, strict=True)]
+        self._layout = layout = PackLayout(tuple(lengths), self.packs)
+        self._prompts = [
+            (adapter, first) for adapter, first in zip(owners, layout.firsts, strict=True) if adapter.virtual
+        ]
+        tokens = [pad(datum.tokens, (adapter.virtual, 0)) for adapter, datum in zip(owners, data, strict=True)]
         self._segments = list(_segments(works, layout))
         self._acting.segments = [LowRankSegment(each.rows, each.adapter.low_rank) for each in self._segments]
         self._acting.groups = acting_groups([work.adapter for work in works], self._groups)
         backward = any(work.backward for work in works)
         try:
             with torch.set_grad_enabled(backward), packed_as(layout):
-                hidden = self._hidden(layout.inputs([datum.tokens for datum in data], self.device))
+                hidden = self._hidden(layout.inputs(tokens, self.device))
             rows = torch.cat(
-                [torch.arange(first, first + len(datum)) for first, datum in zip(layout.firsts, data, strict=True)]
+                [
+                    torch.arange(len(datum)) + first + adapter.virtual - datum.ahead
+                    for first, adapter, datum in zip(layout.firsts, owners, data, strict=True)
+                ]
             )
             rows = rows.to(hidden.device)
-            head = _Head(self._logits, hidden.detach()[rows], data, self.vocabulary)
+            logits = partial(self._logits_of, [(a, len(datum)) for a, datum in zip(owners, data, strict=True)])
+            head = _Head(logits, hidden.detach()[rows], data, self.vocabulary)
             found = iter(head.logprobs())
             wanted = [slope for work in works for slope in _finish(work, [next(found) for _ in work.data])]
             if backward:
-                hidden.backward(torch.zeros_like(hidden).index_copy(0, rows, head.backward(wanted)))
+                gradient = head.backward(wanted)
+                if hidden.requires_grad:  # else they act at the head only
+                    hidden.backward(torch.zeros_like(hidden).index_copy(0, rows, gradient))
         finally:
+            self._prompts, self._at_head = [], []
             self._segments, self._acting.segments, self._acting.groups = [], (), frozenset()
 
     def _tabled(self, *given: Any) -> Tensor:
@@ -204,6 +225,31 @@ class PackedModel:
             parts += [y.narrow(along, at, span.start - at), result.to(y.dtype)]
             at = span.stop
         return torch.cat([*parts, y.narrow(along, at, y.shape[along] - at)], along)
+
+    def _put_prompts(self, module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor | None:
+        """Put the prompts of runs in front of their sequences."""
+        if not self._prompts:
+            return None
+        made = {adapter: adapter.prompt().to(y.dtype) for adapter, _ in self._prompts}
+        rows = torch.cat([torch.arange(first, first + adapter.virtual) for adapter, first in self._prompts])
+        values = torch.cat([made[adapter] for adapter, _ in self._prompts])
+        return y.flatten(0, 1).index_copy(0, rows.to(y.device), values).view(y.shape)
+
+    def _run_head(self, module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor | None:
+        """Run PEFT's layers at the head on the rows of their runs."""
+        if not any(self._head_name in adapter.layers for adapter, _ in self._at_head):
+            return None
+        parts, at = [], 0
+        for adapter, count in self._at_head:
+            x, own = inputs[0].narrow(1, at, count), y.narrow(1, at, count)
+            acts = self._head_name in adapter.layers
+            parts.append(adapter.run(self._head_name, x, own).to(y.dtype) if acts else own)
+            at += count
+        return torch.cat(parts, 1)
+
+    def _logits_of(self, owners: list[tuple[RunAdapter, int]], piece: slice, hidden: Tensor) -> Tensor:
+        self._at_head = owners[piece]
+        return self._logits(hidden)
 
     def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return what the head is given, [rows, width], whatever the model does before it."""
@@ -294,7 +340,9 @@ class _Head:
     """The head over the rows of a pass, in pieces whose logits fit into memory. Those of a single piece are kept until the backward pass, others
     are computed again."""
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], hidden: Tensor, data: list[Datum], vocabulary: int) -> None:
+    def __init__(
+        self, logits: Callable[[slice, Tensor], Tensor], hidden: Tensor, data: list[Datum], vocabulary: int
+    ) -> None:
         self._logits, self._data = logits, data
         self._pieces = list(_pieces([len(datum) for datum in data], max(1, LOGITS_BYTES // (8 * vocabulary))))
         self._hidden = hidden.split([sum(len(datum) for datum in data[piece]) for piece in self._pieces])
@@ -304,7 +352,7 @@ class _Head:
         """Return the log probabilities of each sequence's targets."""
         found = []
         for piece, hidden in zip(self._pieces, self._hidden, strict=True):
-            leaf, made = self._made(hidden, self._data[piece])
+            leaf, made = self._made(hidden, piece)
             found += [each.detach() for each in made]
             self._kept = (leaf, made) if len(self._pieces) == 1 else None
         return found
@@ -313,15 +361,16 @@ class _Head:
         """Return the gradient of what the head was given, for these derivatives of the loss by the log probabilities."""
         gradients: list[Tensor] = []
         for piece, hidden in zip(self._pieces, self._hidden, strict=True):
-            leaf, made = self._kept or self._made(hidden, self._data[piece])
-            slopes = [slope.to(leaf.device) for slope in wanted[piece]]
-            gradients += torch.autograd.grad(made, leaf, slopes)
+            leaf, made = self._kept or self._made(hidden, piece)
+            torch.autograd.backward(made, [slope.to(leaf.device) for slope in wanted[piece]])
+            assert leaf.grad is not None
+            gradients.append(leaf.grad)
         return torch.cat(gradients)
 
     @torch.enable_grad()
-    def _made(self, hidden: Tensor, data: list[Datum]) -> tuple[Tensor, list[Tensor]]:
-        leaf = hidden.detach().requires_grad_()
-        logits, made = self._logits(leaf), []
+    def _made(self, hidden: Tensor, piece: slice) -> tuple[Tensor, list[Tensor]]:
+        leaf, data = hidden.detach().requires_grad_(), self._data[piece]
+        logits, made = self._logits(piece, leaf), []
         totals = logits.logsumexp(-1, keepdim=True)
         lengths = [len(datum) for datum in data]
         for datum, own, total in zip(data, logits.split(lengths), totals.split(lengths), strict=True):
@@ -363,6 +412,10 @@ def _segments(works: Sequence[RunWork], layout: PackLayout) -> Iterator[RunSegme
         end = number + len(work.data)
         yield RunSegment(work.adapter, slice(firsts[number], firsts[end]), slice(number, end))
         number = end
+
+
+def _draws(layer: nn.Module | None) -> bool:
+    return layer is not None and any(isinstance(module, nn.Dropout) and module.p for module in layer.modules())
 
 
 def _head_of(model: nn.Module) -> nn.Module:

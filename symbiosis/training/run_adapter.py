@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +19,48 @@ from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.peft_layers import Skeleton, handing_out, outermost, tap
 from symbiosis.training.flat_parameters import flattened
 from symbiosis.training.low_rank import LowRank
+from symbiosis.training.refused_adapters import check_kind
 
 NAME = "default"  # of PEFT's only adapter
 _drawing = threading.RLock()  # torch's generators are everybody's: one adapter at a time draws from them
+
+
+class TrainedBias(NamedTuple):
+    """A bias of the base that an adapter has a value of its own for."""
+
+    trained: nn.Parameter
+    base: Tensor
 
 
 class RunAdapter:
     """An adapter that is trained."""
 
     def __init__(self, skeleton: Skeleton, config: Any, seed: int | None) -> None:
-        _refuse(config)
+        check_kind(config)
         with _drawing, torch.random.fork_rng():
             if seed is not None:
                 torch.manual_seed(seed)
             self.peft = _made(skeleton, config)
             drawn = _random_state()
-        self.layers = dict(outermost(self.peft.base_model.model))
-        self._check_all_are_at_layers()
+        self.virtual: int = (
+            config.num_virtual_tokens if config.is_prompt_learning else 0
+        )  # tokens in front of a sequence
+        layers = {} if self.virtual else dict(outermost(self.peft.base_model.model))
+        self.biases = _trained_biases(self.peft, skeleton)
+        self.layers: dict[str, nn.Module | None] = {
+            **dict.fromkeys(self.biases),
+            **layers,
+        }  # None: there is a bias only
+        self._check_all_are_at_layers(layers.values())
         trained = {p: name for name, p in self.peft.named_parameters() if p.requires_grad}
         self.flats = flattened(trained, apart=lambda p: "lora_B" in trained[p])
-        self.low_rank = {name: low for name, layer in self.layers.items() if (low := _low_rank(layer))}
+        self.low_rank = {
+            name: low for name, layer in layers.items() if name not in self.biases and (low := _low_rank(layer))
+        }
         draws = any(isinstance(module, nn.Dropout) and module.p for module in self.peft.modules())
         self.drawn = drawn if draws else ()  # the state of its random numbers, if it needs any
-        self.has_parameters_only = _has_parameters_only(self.layers.values(), skeleton)
-        for layer in self.layers.values():
+        self.has_parameters_only = not self.biases and _has_parameters_only(layers.values(), skeleton)
+        for layer in layers.values():
             tap(layer)
 
     @property
@@ -56,9 +74,19 @@ class RunAdapter:
 
     def run(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """Return what the layer of this name makes of this run's rows, of which the base made `y`."""
+        if (bias := self.biases.get(name)) is not None:
+            y = y + (bias.trained - bias.base).to(y.dtype)
+        layer = self.layers[name]
+        if layer is None:
+            return y
         with self._own_random_numbers(), handing_out(x, y):
-            result: Tensor = self.layers[name](x)
+            result: Tensor = layer(x)
         return result
+
+    def prompt(self) -> Tensor:
+        """Return the embeddings in front of a sequence, [virtual, width]."""
+        found: Tensor = self.peft.get_prompt(batch_size=1)[0]
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the adapter as PEFT saves it."""
@@ -69,6 +97,11 @@ class RunAdapter:
     def load(self, tensors: dict[str, Tensor]) -> None:
         from peft import set_peft_model_state_dict
 
+        if self.peft.peft_config[NAME].peft_type.value == "P_TUNING":
+            raise AdapterError(
+                "PEFT saves what the encoder of P-tuning makes, and not the encoder: it cannot go on from there"
+            )
+
         lacking, unknown = self.tensors().keys() - tensors.keys(), tensors.keys() - self.tensors().keys()
         for name in (*lacking, *unknown):
             raise AdapterError(f"the adapter {'lacks' if name in lacking else 'has, and this one not,'} {name}")
@@ -78,8 +111,12 @@ class RunAdapter:
     def save(self, folder: Path) -> None:
         self.peft.save_pretrained(str(folder), save_embedding_layers=False)
 
-    def _check_all_are_at_layers(self) -> None:
-        at_layers = {id(p) for layer in self.layers.values() for p in layer.parameters()}
+    def _check_all_are_at_layers(self, layers: Iterable[nn.Module]) -> None:
+        at_layers = {id(p) for layer in layers for p in layer.parameters()} | {
+            id(bias.trained) for bias in self.biases.values()
+        }
+        if self.virtual:
+            at_layers |= {id(p) for p in self.peft.prompt_encoder.parameters()}
         for name, parameter in self.peft.named_parameters():
             if parameter.requires_grad and id(parameter) not in at_layers:
                 raise AdapterError(
@@ -104,23 +141,12 @@ class RunAdapter:
                 _draw_from(before)
 
 
-def _refuse(config: Any) -> None:
-    kind = getattr(getattr(config, "peft_type", None), "value", None)
-    if kind is None:
-        raise AdapterError(f"create takes a configuration of PEFT such as LoraConfig(r=16), not {config!r}")
-    if config.is_prompt_learning or kind in ("XLORA", "POLY", "CPT", "ADAPTION_PROMPT", "OSF"):
-        raise AdapterError(
-            f"{kind} acts elsewhere than at layers: wrap the model, and train it in a program of its own"
-        )
-    if getattr(config, "bias", "none") not in ("none", None):
-        raise AdapterError(f"bias={config.bias!r} trains the base's biases: only bias='none' can be trained together")
-
-
 def _made(skeleton: Skeleton, config: Any) -> Any:
     from peft import get_peft_model
 
+    own_biases = getattr(config, "bias", "none") not in ("none", None)
     try:
-        return get_peft_model(skeleton.copy(own_biases=False), config).train()
+        return get_peft_model(skeleton.copy(own_biases), config).train()
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError) as error:
         raise AdapterError(f"PEFT does not take it: {error}") from error
 
@@ -139,6 +165,16 @@ def _low_rank(layer: nn.Module) -> LowRank | None:
     if a.bias is not None or b.bias is not None or not a.weight.requires_grad or not b.weight.requires_grad:
         return None
     return LowRank(a.weight, b.weight, layer.scaling[NAME])
+
+
+def _trained_biases(peft: Any, skeleton: Skeleton) -> dict[str, TrainedBias]:
+    """Return the base's biases that are trained, by the names of their layers."""
+    names, found = skeleton.names(), {}
+    for name, parameter in peft.named_parameters():
+        path = name.removeprefix("base_model.model.").removesuffix(".bias").removesuffix(".base_layer")
+        if parameter.requires_grad and name.endswith(".bias") and path in names:
+            found[path] = TrainedBias(parameter, parameter.detach().clone())
+    return found
 
 
 def _has_parameters_only(layers: Iterable[nn.Module], skeleton: Skeleton) -> bool:

@@ -41,20 +41,24 @@ class DatumRecord(msgspec.Struct, array_like=True, frozen=True):
     weights: bytes | None
     logprobs: bytes | None
     advantages: bytes | None
+    ahead: int = 0
 
     @classmethod
     def of(cls, datum: Datum) -> "DatumRecord":
         columns = datum.targets.shape[1] if datum.targets.dim() == 2 else 0
-        numbers = (None if t is None else packed(t) for t in (datum.weights, datum.logprobs, datum.advantages))
-        return cls(_whole(datum.tokens), _whole(datum.targets), columns, *numbers)
+        weights, logprobs, advantages = (
+            None if t is None else packed(t) for t in (datum.weights, datum.logprobs, datum.advantages)
+        )
+        tokens, targets = _whole(datum.tokens), _whole(datum.targets)
+        return cls(tokens, targets, columns, weights, logprobs, advantages, datum.ahead)
 
     def datum(self) -> Datum:
         tokens, targets = (torch.from_numpy(np.frombuffer(t, "<i8").copy()) for t in (self.tokens, self.targets))
         shape = (len(tokens), self.columns) if self.columns else (len(tokens),)
-        numbers = (
+        weights, logprobs, advantages = (
             None if t is None else unpacked(t).view(shape) for t in (self.weights, self.logprobs, self.advantages)
         )
-        return Datum(tokens, targets.view(shape), *numbers)
+        return Datum(tokens, targets.view(shape), weights, logprobs, advantages).moved(self.ahead)
 
 
 class Record(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -114,9 +118,9 @@ class RunJournal:
             config.save_pretrained(str(part))
             (part / "run.json").write_bytes(msgspec.json.encode(about))
             part.rename(folder)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(part, ignore_errors=True)
-            raise
+            raise no_room(folder, error) if isinstance(error, OSError) else error from None
         return cls(folder)
 
     def config(self) -> Any:
@@ -223,7 +227,7 @@ def no_room(path: Path, error: Exception) -> OSError:
     """Return what is said when something could not be written."""
     number = getattr(error, "errno", None)
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return OSError(number, f"{path} could not be written ({why}): make room and try again; the run goes on")
+    return OSError(number, f"{path} could not be written ({why}): make room and try again")
 
 
 def packed(tensor: Tensor) -> bytes:

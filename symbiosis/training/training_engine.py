@@ -181,9 +181,9 @@ class TrainingEngine:
         with self._changed:
             return self._queue.room.has(tenant, 1)
 
-    def check(self, data: Sequence[Datum]) -> None:
-        """Refuse what the model cannot read."""
-        check_tokens(data, self._model.vocabulary, self._model.longest)
+    def check(self, data: Sequence[Datum], virtual: int = 0) -> None:
+        """Refuse what the model cannot read, behind so many tokens of an adapter's own."""
+        check_tokens(data, self._model.vocabulary, self._model.longest - virtual)
 
     def put(self, run: Run, command: Command) -> "Future[Any]":
         """Add a command to those of a run; return its future."""
@@ -252,7 +252,7 @@ class TrainingEngine:
             if name in self._runs or (self._folder is not None and self._folder.has(name)):
                 raise ConfigError(f"there is a run {name!r} already: open it, or choose another name")
             run = self._runs[name] = Run(self, name, about.tenant, None)
-        run.state = state
+        run.state, run.virtual = state, state.adapter.virtual
 
         def begin(state: TrainState) -> None:
             self._model.add(state.adapter)
@@ -487,6 +487,7 @@ def _opened(engine: TrainingEngine, name: str, journal: RunJournal) -> Run:
     """Return a run as its folder tells."""
     run = Run(engine, name, journal.about.tenant, journal)
     run.steps = journal.steps()
+    run.virtual = getattr(journal.config(), "num_virtual_tokens", None) or 0
     for record in journal.records():
         run.steps += record.verb == "step" and not record.is_past and record.error is None
         if record.number is not None:

@@ -139,6 +139,10 @@ class Skeleton:
             shared[id(parameter)] = nn.Parameter(values, requires_grad=False)
         return copy.deepcopy(self._model, shared)
 
+    def names(self) -> set[str]:
+        """Return the names of the base's modules."""
+        return {name for name, _ in self._model.named_modules()}
+
     def addresses(self) -> set[int]:
         """Return where the base's tensors lie that are in this process."""
         return {t.data_ptr() for t in self._shared.values() if not isinstance(t, RemoteWeight)}
