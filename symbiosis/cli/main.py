@@ -121,7 +121,7 @@ def run(
     command: Annotated[str, typer.Argument(metavar="COMMAND", help="A program, with its arguments: trl, accelerate launch, torchrun, python train.py, ...", show_default=False)],
     endpoint: Annotated[str | None, typer.Option(help="The executor's endpoint. Default: $SYMBIOSIS_ENDPOINT, else this user's.")] = None,
     require: Annotated[bool, typer.Option("--require", help="A model that does not share the executor's layers is an error.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run it until it loads its first model, say whether that would share, and end it. Exit status 0: it would.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run it until a model computes, say of each that it has loaded whether it would share, and end it. Exit status 0: all would.")] = False,
 ) -> None:  # fmt: skip
     """Run a program as it is: the models of transformers that it loads share the executor's layers. SYMBIOSIS_RUN=1 COMMAND is the same."""
     from symbiosis.run import command as runs

@@ -21,8 +21,9 @@ logger = logging.getLogger("symbiosis")
 class Made(msgspec.Struct):
     """What one step of the loader made: several tensors may become one weight, and one several."""
 
-    sources: list[str]
-    digests: dict[str, str]  # by the names of the weights
+    sources: list[str] = []
+    digests: dict[str, str] = {}  # by the names of the weights
+    phases: dict[str, int] = {}  # how far from a multiple of 64 bytes they begin
 
 
 def key_of(files: Sequence[str], model: Any, load_config: Any) -> str:

@@ -5,7 +5,7 @@ dropped if it is the same. Of a checkpoint that is known from an earlier start, 
 decides is decided as ever: names, dtypes, what is missing and how it is initialised, what is tied, and what it reports.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -25,7 +25,10 @@ from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.client.wrap import attach
 from symbiosis.protocol import Layer
 from symbiosis.transport.fingerprint import digest
-from symbiosis.transport.tensors import DTYPE_NAME
+from symbiosis.transport.local.shared_weights import phase
+from symbiosis.transport.tensors import CPU, DTYPE_NAME, TORCH_DTYPE
+
+Kind = tuple[torch.dtype, tuple[int, ...]]
 
 ENOUGH = 8  # weights that differ, before any was the same: it is another model, and the rest is not compared
 _current: ContextVar["SharedLoad | None"] = ContextVar("current", default=None)
@@ -57,7 +60,9 @@ class SharedLoad:
         self._same: set[str] = set()  # of their names in the executor
         self._differ: list[str] = []
         self._reader: CheckpointReader | None = None
-        self._place = torch.device("cpu")
+        self._lent = _Lent({}, ())
+        self._promised: dict[str, Tensor] = {}  # of what is lent: by the names of weights that are not read
+        self._place = CPU
         self.not_loaded = 0  # bytes
 
     @contextmanager
@@ -87,6 +92,8 @@ class SharedLoad:
             self._refuse(why)
             return original(model, state_dict, files, load_config, *rest)
         self._model, self._place = model, _place(load_config)
+        if self._place == CPU:
+            self._lent = _Lent(self._session.commons(), self._session.manifest)
         on_cpu = replace(load_config, device_map=None)  # else it would reserve a GPU's memory for all weights
         try:
             if state_dict is None and all(file.endswith(".safetensors") for file in files):
@@ -109,27 +116,46 @@ class SharedLoad:
         """Load what must be read of safetensors files, and keep what is found out about them."""
         key = known_checkpoints.key_of(files, model, load_config)
         known = known_checkpoints.read(key)
-        needless = {source for made in known if self._are_the_executors(made) for source in made.sources}
+        needless = {source for made in known if self._needs_no_source(model, made) for source in made.sources}
         with opened(files, needless.__contains__) as self._reader:
+            self._reader.look_ahead(self._may_be_held)
             loaded = original(model, self._reader.tensors, files, load_config, *rest)
         sources = {source for made in known for source in made.sources}
         if new := [made for made in self._reader.made() if not sources.issuperset(made.sources)]:
             known_checkpoints.write(key, [*known, *new])
         return loaded
 
-    def _are_the_executors(self, made: Made) -> bool:
-        layers = ((self._layers.get(name), digest) for name, digest in made.digests.items())
-        return all(layer is not None and layer.digest == digest for layer, digest in layers)
+    def _needs_no_source(self, model: Any, made: Made) -> bool:
+        """Whether the executor holds, or lends, all that is made of some tensors."""
+        layers = {name: self._layers.get(name) for name in made.digests}
+        if all(layer is not None and layer.digest == made.digests[name] for name, layer in layers.items()):
+            return True
+        if len(layers) > 1 or any(layers.values()):
+            return False
+        ((name, known),) = made.digests.items()
+        kind = _kind_of(model.get_parameter_or_buffer(name))
+        lent = self._lent.take(known, made.phases.get(name, 0), kind)
+        if lent is not None:
+            self._promised[name] = lent
+        return lent is not None
+
+    def _may_be_held(self, source: Tensor) -> bool:
+        """Whether there are weights of this size and dtype at the executor."""
+        kind = _kind_of(source)
+        return kind in self._lent.kinds or kind in {
+            (TORCH_DTYPE[layer.dtype], layer.shape) for layer in self._layers.values()
+        }
 
     def value_for(self, name: str, value: Tensor) -> Tensor:
         """Return what a weight becomes that the loader has made: one without memory, if the executor has it."""
         layer, found = self._layers.get(name), None
+        if layer is None:
+            return self._own_value(name, value)
         if isinstance(value, NotRead):
-            assert layer is not None, name
             self._same.add(layer.name)
             found = layer.digest
-        elif layer is not None and (self._same or len(self._differ) < ENOUGH):
-            found = digest(value)
+        elif self._same or len(self._differ) < ENOUGH:
+            found = self._digest(value)
             if found == layer.digest and DTYPE_NAME.get(value.dtype) == layer.dtype:
                 self._same.add(layer.name)
             else:
@@ -138,10 +164,29 @@ class SharedLoad:
                     self._refuse(self._how_different())
         if self._reader is not None:
             self._reader.note(name, found)
-        if layer is None or layer.name not in self._same:
+        if layer.name not in self._same:
             return value.to(self._place)
         self.not_loaded += value.nbytes
         return torch.empty(layer.shape, dtype=value.dtype, device="meta")
+
+    def _own_value(self, name: str, value: Tensor) -> Tensor:
+        """Return what a weight of the client's own becomes: memory that the executor lends to all, if these values lie there."""
+        if (promised := self._promised.pop(name, None)) is not None:
+            self.not_loaded += promised.nbytes
+            return promised
+        found = lent = None
+        if _kind_of(value) in self._lent.kinds:
+            found = self._digest(value)
+            lent = self._lent.take(found, phase(value), _kind_of(value))
+        if self._reader is not None:
+            self._reader.note(name, found, phase(value))
+        if lent is None:
+            return value.to(self._place)
+        self.not_loaded += lent.nbytes
+        return lent
+
+    def _digest(self, value: Tensor) -> str:
+        return digest(value) if self._reader is None else self._reader.digest(value)
 
     def _why_other(self, model: nn.Module) -> str | None:
         """Find what of this model the executor may hold, by names, sizes and dtypes. Return why it is nothing."""
@@ -177,6 +222,25 @@ class SharedLoad:
         if not self._same:
             return f"its weights are not those at {where} ({first} differs): it is another checkpoint or revision"
         return f"a part of its weights is not those at {where} ({first} differs, for one)"
+
+
+class _Lent:
+    """The tensors that clients of this host hold for themselves, in memory that all of them map, and that each may change for itself. Each is
+    taken once: equal tensors lie there once, but who changes one does not mean the other."""
+
+    def __init__(self, tensors: Mapping[int, Tensor], manifest: Sequence[Layer]) -> None:
+        self._left = {
+            (manifest[number].digest, phase(tensor), _kind_of(tensor)): tensor for number, tensor in tensors.items()
+        }
+        self.kinds = {kind for _, _, kind in self._left}
+
+    def take(self, digest: str, phase: int, kind: Kind) -> Tensor | None:
+        """Return the tensor with these bytes that begins so far from a multiple of 64 bytes: a product of one row depends on that."""
+        return self._left.pop((digest, phase, kind), None)
+
+
+def _kind_of(tensor: Tensor) -> Kind:
+    return tensor.dtype, tuple(tensor.shape)
 
 
 def _why_not(load_config: Any) -> str | None:

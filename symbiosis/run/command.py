@@ -16,13 +16,13 @@ from symbiosis.base.folders import temporary_folder
 from symbiosis.errors import ConfigError
 from symbiosis.protocol.cluster_state import SCHEME
 from symbiosis.protocol.endpoints import named_endpoints, parts_of
-from symbiosis.run.outcome import SHARES
+from symbiosis.run.outcome import COMPUTES, SHARES
 from symbiosis.run.settings import REQUIRE, VERDICT
 from symbiosis.run.switch import SWITCH
 from symbiosis.text import shown
 
 SITE = str(Path(__file__).with_name("site"))  # the folder of a `sitecustomize`
-GRACE_S = 2.0  # for a program whose verdict is known
+GRACE_S = 2.0  # for a program whose verdicts are known
 POLL_S = 0.05
 
 
@@ -37,7 +37,7 @@ def run(command: Sequence[str], endpoint: str | None = None, require: bool = Fal
 
 
 def dry_run(command: Sequence[str], endpoint: str | None = None) -> tuple[str, bool]:
-    """Run the program until it loads its first model. Return what becomes of that, and whether it shares."""
+    """Run the program until one of its models computes. Return what becomes of each that it has loaded, and whether all share."""
     with temporary_folder() as folder:
         verdict = folder / "verdict"
         verdict.touch()
@@ -45,7 +45,7 @@ def dry_run(command: Sequence[str], endpoint: str | None = None) -> tuple[str, b
         program = program_of(command, environment)
         process = subprocess.Popen([program, *command[1:]], env=environment, stdout=sys.stderr, start_new_session=True)
         try:
-            while process.poll() is None and not verdict.stat().st_size:
+            while process.poll() is None and COMPUTES not in verdict.read_text().splitlines():
                 time.sleep(POLL_S)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
@@ -53,8 +53,10 @@ def dry_run(command: Sequence[str], endpoint: str | None = None) -> tuple[str, b
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        said = verdict.read_text().partition("\n")[0].strip()
-    return said or f"no verdict: it ended with {process.returncode} before it loaded a model of transformers", said.startswith(f"{SHARES}:")  # fmt: skip
+        said = [line for line in dict.fromkeys(verdict.read_text().splitlines()) if line != COMPUTES]
+    if not said:
+        return f"no verdict: it ended with {process.returncode} before it loaded a model of transformers", False
+    return "\n".join(said), all(line.startswith(f"{SHARES}:") for line in said)
 
 
 def environment_of(given: Mapping[str, str], endpoint: str | None = None, require: bool = False) -> dict[str, str]:

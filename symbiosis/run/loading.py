@@ -5,15 +5,19 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from symbiosis.client.optimizer_checks import refuse_to_train_whole
 from symbiosis.client.session import Session
 from symbiosis.client.shared_load import SharedLoad
 from symbiosis.errors import SymbiosisError
-from symbiosis.run.outcome import left_alone, shared
+from symbiosis.run.outcome import end_dry_run, left_alone, shared
 from symbiosis.run.settings import Settings
 
 # By endpoint. They end with their models.
@@ -30,6 +34,8 @@ def load(
     Says what it did by `outcome.shared` or `outcome.left_alone`.
     """
     begun = time.monotonic()
+    if settings.verdict:
+        _end_where_a_model_computes(settings)
     session, why = _join(settings.endpoint) if (why := _why_not(kwargs)) is None else (None, why)
     if session is None:
         left_alone(name_or_path, why, settings)
@@ -78,6 +84,17 @@ def _why_not(kwargs: dict[str, Any]) -> str | None:
             f"{divided[0]} divides its weights among processes: with an executor, let each process have a whole model"
         )
     return None
+
+
+@cache
+def _end_where_a_model_computes(settings: Settings) -> None:
+    """Let a dry run load all models that the program works with, and end there."""
+
+    def end(module: nn.Module, _: Any) -> None:
+        if isinstance(module, PreTrainedModel):
+            end_dry_run(settings)
+
+    register_module_forward_pre_hook(end)
 
 
 def _as_dtype(dtype: str) -> str:

@@ -1,23 +1,33 @@
-"""What became of a model that a program loads: one line of stderr, or an error where it was to be shared. A dry run ends there."""
+"""What became of a model that a program loads: one line of stderr, or an error where it was to be shared. A dry run notes it, and ends where
+something would be computed."""
 
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from symbiosis.errors import NotShared
 from symbiosis.run.settings import Settings, from_environment
 
 SHARES, ALONE = "would share", "would not share"  # the verdicts of a dry run
+COMPUTES = "a model computes"  # the line after the last one
 
 
-def left_alone(name: object, why: str, settings: Settings) -> None:
-    """Say why a model is loaded as without `symbiosis run`. With `--require`, raise `NotShared`."""
+def left_alone(name: object, why: str, settings: Settings, ends: bool = False) -> None:
+    """Say why a model is loaded as without `symbiosis run`. With `--require`, raise `NotShared`.
+
+    Args:
+        ends: Whether a dry run learns nothing from what comes after this.
+    """
     line = f"{_short(name)} is not shared: {' '.join(why.split())}"
-    _end_if_dry(ALONE, line, settings)
-    if settings.require:
+    if settings.verdict:
+        _note(f"{ALONE}: {line}", settings)
+        if ends:
+            end_dry_run(settings)
+    elif settings.require:
         raise NotShared(f"{line} (--require forbids that)")
-    _say(line)
+    else:
+        _say(line)
 
 
 def shared(name: object, model: Any, endpoint: str, not_loaded: int, seconds: float) -> None:
@@ -29,18 +39,23 @@ def shared(name: object, model: Any, endpoint: str, not_loaded: int, seconds: fl
     """
     report = model._symbiosis_report
     of_all = f"{len(report.wrapped)} of {len(report.wrapped) + len(report.kept)} layers"
-    line = f"{_short(name)}: {of_all} from {endpoint} ({_size(not_loaded)} not loaded, {seconds:.1f} s)"
-    _end_if_dry(SHARES, line, from_environment())
-    _say(line)
+    what = f"{_short(name)}: {of_all} from {endpoint} ({_size(not_loaded)} not loaded"
+    if (settings := from_environment()).verdict:
+        _note(f"{SHARES}: {what})", settings)
+    else:
+        _say(f"{what}, {seconds:.1f} s)")
 
 
-def _end_if_dry(verdict: str, line: str, settings: Settings) -> None:
-    """Write the verdict of a dry run, and end this process: without a word to others, as its program has done nothing yet."""
-    if settings.verdict:
-        with Path(settings.verdict).open("a") as file:
-            file.write(f"{verdict}: {line}\n")
-        sys.stdout.flush()
-        os._exit(verdict != SHARES)
+def end_dry_run(settings: Settings) -> NoReturn:
+    """End this process of a dry run, without a word to others: its program has done nothing yet."""
+    _note(COMPUTES, settings)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _note(line: str, settings: Settings) -> None:
+    with Path(settings.verdict).open("a") as file:
+        file.write(f"{line}\n")
 
 
 def _say(line: str) -> None:

@@ -55,7 +55,7 @@ def _load(cls: type, original: Any, name: Any, args: tuple[Any, ...], kwargs: di
         requirements.check()
         from symbiosis.run.loading import load
     except (ImportError, AttributeError, ConfigError) as error:  # a package is missing, or too old
-        left_alone(name, str(error), settings)
+        left_alone(name, str(error), settings, ends=True)
         return original(name, *args, **kwargs)
     return load(cls, original, name, args, kwargs, settings)
 
@@ -68,7 +68,7 @@ def _tell_engine(module: ModuleType, kind: str, method: str, model: str) -> None
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
         engine = module.__name__.partition(".")[0]
         why = f"{engine} holds it by itself. `symbiosis serve` serves adapters of a shared base by the same API"
-        left_alone(getattr(self, model, engine), why, from_environment())
+        left_alone(getattr(self, model, engine), why, from_environment(), ends=True)
         return original(self, *args, **kwargs)
 
     setattr(options, method, told)

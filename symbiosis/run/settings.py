@@ -12,7 +12,7 @@ class Settings:
 
     Args:
         require: Whether a model that is not shared is an error.
-        verdict: Of a dry run: the file to which the process that loads a model writes what becomes of it, before it ends.
+        verdict: Of a dry run: the file to which processes write what becomes of the models that they load.
     """
 
     require: bool = False

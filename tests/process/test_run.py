@@ -136,17 +136,26 @@ def test_of_two_models_the_executors_is_shared(checkpoint: Path, endpoint: str, 
     )
 
 
-def test_a_dry_run_says_what_becomes_of_the_first_model(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
-    code = LOAD + "open('loaded', 'w')"
-    written(tmp_path, load=code)
-    options = ("--endpoint", endpoint, "--dry-run")
-    done = run(sys.executable, "load.py", checkpoint, folder=tmp_path, options=options)
-    assert done.returncode == 0 and done.stdout.startswith(
-        f"would share: {checkpoint.name}: 14 of 15 layers from {endpoint}"
-    )
-    done = run(sys.executable, "load.py", save_tiny_llama(tmp_path / "other", seed=1), folder=tmp_path, options=options)
-    assert done.returncode == 1 and done.stdout.startswith("would not share: other is not shared: ")
-    assert not (tmp_path / "loaded").exists()
+COMPUTE = """
+import torch
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+open('loaded', 'w')
+model(torch.arange(3, 9)[None])
+open('computed', 'w')
+"""
+
+
+def test_a_dry_run_says_what_becomes_of_each_model(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
+    """Policies and their references, reward models: all that is loaded before something is computed."""
+    written(tmp_path, load=LOAD + COMPUTE)
+    other, options = save_tiny_llama(tmp_path / "other", seed=1), ("--endpoint", endpoint, "--dry-run")
+    done = run(sys.executable, "load.py", checkpoint, checkpoint, folder=tmp_path, options=options)
+    (verdict,) = done.stdout.splitlines()  # of three that are the same
+    assert done.returncode == 0 and re.fullmatch(rf"would share: {checkpoint.name}: 14 of 15 layers from {endpoint} \(.* not loaded\)", verdict)  # fmt: skip
+    done = run(sys.executable, "load.py", checkpoint, other, folder=tmp_path, options=options)
+    assert done.returncode == 1 and done.stdout.splitlines()[0] == verdict
+    assert done.stdout.splitlines()[1].startswith("would not share: other is not shared: ")
+    assert (tmp_path / "loaded").exists() and not (tmp_path / "computed").exists()
     done = run("sh", "-c", "exit 3", folder=tmp_path, options=options)
     text = "no verdict: it ended with 3 before it loaded a model of transformers\n"
     assert (done.returncode, done.stdout) == (1, text)
@@ -162,15 +171,33 @@ def test_a_package_that_is_too_old_is_said_in_a_line(checkpoint: Path, endpoint:
     assert done.returncode == 1 and "NotShared: " in done.stderr.splitlines()[-1]
 
 
-def test_an_engine_of_its_own_is_told_of_ours(tmp_path: Path) -> None:
-    """A class where vLLM has it: the engine itself needs a GPU."""
-    (tmp_path / "vllm" / "engine").mkdir(parents=True)
-    code = "class EngineArgs:\n    model = 'Qwen/Qwen3-8B'\n    def create_engine_config(self): return 7\n"
-    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(code)
-    written(tmp_path, use="from vllm.engine.arg_utils import EngineArgs; print(EngineArgs().create_engine_config())")
+ENGINES = {  # classes where engines have them, which need a GPU
+    "vllm": (
+        "vllm/engine/arg_utils.py",
+        "class EngineArgs:\n    model = 'Qwen/Qwen3-8B'\n    def create_engine_config(self): return 7\n",
+        "from vllm.engine.arg_utils import EngineArgs; print(EngineArgs().create_engine_config())",
+    ),
+    "sglang": (
+        "sglang/srt/server_args.py",
+        "import dataclasses\n@dataclasses.dataclass\nclass ServerArgs:\n    model_path: str\n    def __post_init__(self): self.port = 7\n",
+        "from sglang.srt.server_args import ServerArgs; print(ServerArgs('Qwen/Qwen3-8B').port)",
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_of_its_own_is_told_of_ours(engine: str, tmp_path: Path) -> None:
+    file, code, use = ENGINES[engine]
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(code)
+    written(tmp_path, use=use)
     done = run(sys.executable, "use.py", folder=tmp_path)
-    assert done.stdout == "7\n" and "Qwen3-8B is not shared: vllm holds it by itself. `symbiosis serve`" in done.stderr
-    assert run(sys.executable, "use.py", folder=tmp_path, options=("--require",)).returncode == 1
+    assert done.stdout == "7\n"
+    assert f"Qwen3-8B is not shared: {engine} holds it by itself. `symbiosis serve`" in done.stderr
+    done = run(sys.executable, "use.py", folder=tmp_path, options=("--require",))
+    assert done.returncode == 1 and not done.stdout
+    done = run(sys.executable, "use.py", folder=tmp_path, options=("--dry-run",))
+    assert done.returncode == 1 and done.stdout.startswith("would not share: Qwen3-8B is not shared: ")
 
 
 def test_a_program_goes_on_when_its_executor_comes_back(checkpoint: Path, tmp_path: Path) -> None:
