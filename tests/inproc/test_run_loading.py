@@ -3,12 +3,15 @@
 import filecmp
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
@@ -57,9 +60,11 @@ def shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shared:
 def offer(serve: Callable, tmp_path: Path) -> Callable[[nn.Module], tuple[Path, symbiosis.Executor]]:
     """Saves a model, and serves it to programs that map its weights."""
 
-    def start(model: nn.Module, **options: Any) -> tuple[Path, symbiosis.Executor]:
+    def start(model: Any, is_read: bool = False, **options: Any) -> tuple[Path, symbiosis.Executor]:
+        """With `is_read`, tensors of the executor begin where those of the checkpoint's file do, as a daemon's."""
         path = tmp_path / "checkpoint"
-        model.save_pretrained(path)  # type: ignore[operator]
+        model.save_pretrained(path)
+        model = str(path) if is_read else model
         return path, serve(model, listen=[f"local://{tmp_path}/executor.sock"], share_weights=True, **options)
 
     return start
@@ -108,6 +113,15 @@ def assert_loaded_alike(got: Any, expected: Any) -> None:
         assert torch.equal(got.get_buffer(name), buffer), name
     ties = [[(id(p) == id(q)) for _, q in m.named_parameters(remove_duplicate=False)] for m in (got, expected) for _, p in m.named_parameters(remove_duplicate=False)]  # fmt: skip
     assert ties[: len(ties) // 2] == ties[len(ties) // 2 :]
+
+
+def mapped_as(tensor: Tensor) -> str:
+    """The name of what is mapped where a tensor lies."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, _, end = line.split()[0].partition("-")
+        if int(begin, 16) <= tensor.data_ptr() < int(end, 16):
+            return next((name for name in ("symbiosis-commons",) if name in line), line)
+    return ""
 
 
 def outputs(model: Any, ids: Tensor) -> Tensor:
@@ -174,6 +188,55 @@ def test_a_known_checkpoint_is_not_read(offer: Callable, shared: Shared, ids: Te
         shared(AutoModelForCausalLM, path, executor, require=True)
 
 
+def test_what_is_the_programs_own_lies_once_for_all_programs(offer: Callable, shared: Shared, ids: Tensor) -> None:
+    """Embedding, norms and head come from memory that all map, also where the checkpoint is new. Whoever writes to it changes nobody else's."""
+    path, executor = offer(tiny_llama(), is_read=True)
+    unsplit = AutoModelForCausalLM.from_pretrained(path)
+    expected = outputs(unsplit, ids)
+    first, second, third = (shared(AutoModelForCausalLM, path, executor, require=True) for _ in range(3))
+    for model in (first, second):
+        assert mapped_as(model.model.embed_tokens.weight) == mapped_as(model.lm_head.weight) == "symbiosis-commons"
+        assert_loaded_alike(model, unsplit)
+    with torch.no_grad():
+        first.model.embed_tokens.weight.zero_()
+        first.model.norm.weight.zero_()
+    assert torch.equal(outputs(second, ids), expected) and torch.equal(outputs(third, ids), expected)
+    fourth = shared(AutoModelForCausalLM, path, executor, require=True)
+    assert torch.equal(outputs(fourth, ids), expected)
+
+
+def test_equal_tensors_are_not_made_one(offer: Callable, shared: Shared, ids: Tensor) -> None:
+    """Norms are all ones, and the executor lends these values once."""
+    path, executor = offer(tiny_llama(), is_read=True)
+    unsplit = AutoModelForCausalLM.from_pretrained(path)
+    for _ in range(2):
+        split = shared(AutoModelForCausalLM, path, executor, require=True)
+        norms = [module.weight for name, module in split.named_modules() if name.endswith("norm")]
+        assert len({norm.data_ptr() for norm in norms}) == len(norms) > 2
+        assert_loaded_alike(split, unsplit)
+        with torch.no_grad():
+            norms[0].zero_()
+        assert all(bool(norm.all()) for norm in norms[1:])
+
+
+def test_a_tensor_that_begins_elsewhere_is_the_programs_own(
+    offer: Callable, shared: Shared, ids: Tensor, tmp_path: Path
+) -> None:
+    """A product of one row may round otherwise there. In this checkpoint of the same weights all begin elsewhere than in the executor's."""
+    path, executor = offer(tiny_llama(), is_read=True)
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    for file in (path / "config.json", path / "generation_config.json"):
+        (tmp_path / "moved").mkdir(exist_ok=True)
+        shutil.copy(file, tmp_path / "moved")
+    safetensors.torch.save_file(tensors, tmp_path / "moved" / "model.safetensors", {"format": "pt", "note": "a" * 16})
+    for _ in range(2):
+        unsplit = AutoModelForCausalLM.from_pretrained(tmp_path / "moved")
+        split = shared(AutoModelForCausalLM, tmp_path / "moved", executor, require=True)
+        assert mapped_as(split.lm_head.weight) != "symbiosis-commons"
+        assert split.lm_head.weight.data_ptr() % 64 == unsplit.lm_head.weight.data_ptr() % 64
+        assert torch.equal(outputs(split, ids), outputs(unsplit, ids))
+
+
 def test_a_checkpoint_in_parts_and_in_a_subfolder(offer: Callable, shared: Shared, ids: Tensor) -> None:
     path, executor = offer(tiny_llama())
     AutoModelForCausalLM.from_pretrained(path).save_pretrained(path / "inner" / "most", max_shard_size="60kB")
@@ -208,6 +271,56 @@ def test_a_checkpoint_of_another_format(offer: Callable, shared: Shared, ids: Te
     assert remote(split) == 14 and torch.equal(outputs(split, ids), outputs(unsplit, ids))
     state, config = unsplit.state_dict(), unsplit.config
     split = shared(type(unsplit), None, executor, require=True, config=config, state_dict=state)
+    assert remote(split) == 14 and torch.equal(outputs(split, ids), outputs(unsplit, ids))
+
+
+def write_gguf(file: Path, quantised: bool) -> None:
+    """A tiny Llama, with matrices of blocks or of floats."""
+    gguf = pytest.importorskip("gguf")
+    numbers, sizes = np.random.default_rng(0), {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64), "ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}  # fmt: skip
+    writer = gguf.GGUFWriter(file, "llama")
+    told = {"context_length": 64, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "head_count": 4, "head_count_kv": 2, "vocab_size": 100}  # fmt: skip
+    for name, number in told.items():
+        getattr(writer, f"add_{name}")(number)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(16)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{number}" for number in range(100)])
+
+    def add(name: str, *shape: int) -> None:
+        values = numbers.standard_normal(shape, dtype=np.float32) / 8
+        if quantised and len(shape) == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", values)
+
+    add("token_embd", 100, 64)
+    add("output", 100, 64)
+    add("output_norm", 64)
+    for layer in range(2):
+        for name, shape in sizes.items():
+            add(f"blk.{layer}.{name}", *shape)
+        add(f"blk.{layer}.attn_norm", 64)
+        add(f"blk.{layer}.ffn_norm", 64)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_file_of_gguf(quantised: bool, offer: Callable, shared: Shared, ids: Tensor, tmp_path: Path) -> None:
+    """The executor holds what transformers makes of it, as floats."""
+    (tmp_path / "gguf").mkdir()
+    write_gguf(tmp_path / "gguf" / "tiny.gguf", quantised)
+    words = {"gguf_file": "tiny.gguf", "dtype": torch.float32}
+    unsplit = AutoModelForCausalLM.from_pretrained(tmp_path / "gguf", **words)
+    plain = type(unsplit)(type(unsplit.config).from_dict({k: v for k, v in unsplit.config.to_dict().items() if k != "quantization_config"}))  # fmt: skip
+    plain.load_state_dict(unsplit.state_dict())
+    _, executor = offer(plain.eval())
+    split = shared(AutoModelForCausalLM, tmp_path / "gguf", executor, require=True, **words)
+    assert_loaded_alike(split, unsplit)
     assert remote(split) == 14 and torch.equal(outputs(split, ids), outputs(unsplit, ids))
 
 

@@ -179,6 +179,11 @@ ENGINES = {  # classes where engines have them, which need a GPU
     ),
     "sglang": (
         "sglang/srt/server_args.py",
+        "import msgspec\nclass ServerArgs(msgspec.Struct):\n    model_path: str\n    def __post_init__(self): pass\n    def resolve_once(self): return 7\n",
+        "from sglang.srt.server_args import ServerArgs; print(ServerArgs('Qwen/Qwen3-8B').resolve_once())",
+    ),
+    "sglang of before": (
+        "sglang/srt/server_args.py",
         "import dataclasses\n@dataclasses.dataclass\nclass ServerArgs:\n    model_path: str\n    def __post_init__(self): self.port = 7\n",
         "from sglang.srt.server_args import ServerArgs; print(ServerArgs('Qwen/Qwen3-8B').port)",
     ),
@@ -193,7 +198,7 @@ def test_an_engine_of_its_own_is_told_of_ours(engine: str, tmp_path: Path) -> No
     written(tmp_path, use=use)
     done = run(sys.executable, "use.py", folder=tmp_path)
     assert done.stdout == "7\n"
-    assert f"Qwen3-8B is not shared: {engine} holds it by itself. `symbiosis serve`" in done.stderr
+    assert f"Qwen3-8B is not shared: {engine.split()[0]} holds it by itself. `symbiosis serve`" in done.stderr
     done = run(sys.executable, "use.py", folder=tmp_path, options=("--require",))
     assert done.returncode == 1 and not done.stdout
     done = run(sys.executable, "use.py", folder=tmp_path, options=("--dry-run",))
