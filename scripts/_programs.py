@@ -208,8 +208,20 @@ LLAMAFACTORY = Program(
 # ---------------------------------------------------------------- axolotl
 
 
+# axolotl draws a new adapter before it sets its seed, so that no two runs of it are alike. A plugin is its own way to change that.
+SEEDED = """from axolotl.integrations.base import BasePlugin
+from transformers import set_seed
+
+
+class Seeded(BasePlugin):
+    def pre_model_load(self, cfg):
+        set_seed(cfg.seed)
+"""
+
+
 def _axolotl(data: str, **more: object) -> Command:
     def command(place: Place, folder: Path) -> list[str]:
+        (folder / "seeded.py").write_text(SEEDED)
         files = {"path": str(place.data / data / "train.jsonl"), "ds_type": "json"}
         options = {
             "base_model": str(place.checkpoint), "adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"],
@@ -217,7 +229,7 @@ def _axolotl(data: str, **more: object) -> Command:
             "sequence_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": place.steps, "num_epochs": 1,
             "optimizer": "adamw_torch", "lr_scheduler": "cosine", "learning_rate": 1e-3, "logging_steps": 1, "save_steps": HALF,
             "bf16": False, "fp16": False, "tf32": False, "seed": place.seed, "flash_attention": False, "val_set_size": 0,
-            "dataset_num_proc": 1, "special_tokens": {"pad_token": "<|im_end|>"}, **more,
+            "dataset_num_proc": 1, "special_tokens": {"pad_token": "<|im_end|>"}, "plugins": ["seeded.Seeded"], **more,
         }  # fmt: skip
         return _written(folder, ("axolotl", "train"), options)
 
