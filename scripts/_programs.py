@@ -37,16 +37,12 @@ class Program:
         packages: What pip installs, with versions.
         jobs: Commands by name; the first one is also started a second time, and measured.
         without: Packages that need a GPU, or a service, and that none of the jobs imports.
-        dtype: The word by which it is told to load float32, as the executor does.
-        trains: Whether it does; else what it writes is compared as a whole.
     """
 
     packages: tuple[str, ...]
     jobs: Mapping[str, Command]
-    dtype: str
     without: frozenset[str] = frozenset()
     environment: Mapping[str, str] = field(default_factory=dict)
-    trains: bool = True
 
 
 # ---------------------------------------------------------------- data
@@ -126,7 +122,6 @@ def _trl(method: str, *more: str, processes: int = 1) -> Command:
 
 TRL = Program(
     packages=("trl==1.16.0", "transformers==5.24.0", "peft==0.21.2"),
-    dtype="--dtype float32",
     jobs={
         "sft": _trl("sft", "--max_length", "64"),
         "dpo": _trl("dpo", "--max_length", "64"),
@@ -152,16 +147,15 @@ def _own(name: str, *launcher: str) -> Command:
 
 PLAIN = ("transformers==5.24.0", "peft==0.21.2", "accelerate==1.15.0", "datasets==5.2.0")
 LAUNCH = ("accelerate", "launch", "--cpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
-TRAINER = Program(PLAIN, {"sft": _own("trainer.py")}, "dtype=torch.float32")
+TRAINER = Program(PLAIN, {"sft": _own("trainer.py")})
 ACCELERATE = Program(
     PLAIN,
     {
         "sft": _own("accelerate_loop.py", *LAUNCH, "--num_processes", "1"),
         "two processes": _own("accelerate_loop.py", *LAUNCH, "--num_processes", "2"),
     },
-    "dtype=torch.float32",
 )
-LIGHTNING = Program((*PLAIN, "lightning==2.6.6"), {"sft": _own("lightning_fit.py")}, "dtype=torch.float32")
+LIGHTNING = Program((*PLAIN, "lightning==2.6.6"), {"sft": _own("lightning_fit.py")})
 
 
 # ---------------------------------------------------------------- LLaMA-Factory
@@ -193,7 +187,6 @@ def _llamafactory(stage: str, data: str, **more: object) -> Command:
 
 LLAMAFACTORY = Program(
     packages=("llamafactory==0.9.5", "transformers==5.6.0", "peft==0.18.1"),
-    dtype="infer_dtype: float32, and neither bf16 nor fp16",
     environment={"DISABLE_VERSION_CHECK": "0"},
     jobs={
         "sft": _llamafactory("sft", "sft"),
@@ -238,7 +231,6 @@ def _axolotl(data: str, **more: object) -> Command:
 
 AXOLOTL = Program(
     packages=("axolotl==0.19.0", "transformers==5.16.1", "peft==0.20.0"),
-    dtype="neither bf16 nor fp16",
     jobs={"sft": _axolotl("sft")},
     environment={"AXOLOTL_DO_NOT_TRACK": "1"},
     without=frozenset(
@@ -280,7 +272,6 @@ def _swift(method: Sequence[str], data: str, *more: str) -> Command:
 
 SWIFT = Program(
     packages=("ms-swift==4.6.0", "transformers==5.19.0", "peft==0.20.0"),
-    dtype="--torch_dtype float32",
     jobs={
         "sft": _swift(["sft"], "sft"),
         "dpo": _swift(["rlhf", "--rlhf_type", "dpo"], "swift_dpo"),
@@ -308,9 +299,7 @@ def _lm_eval(place: Place, folder: Path) -> list[str]:
 
 LM_EVAL = Program(
     packages=("lm_eval==0.4.13", "transformers==5.24.0", "peft==0.21.2"),
-    dtype="--model_args dtype=float32",
     jobs={"evaluation": _lm_eval},
-    trains=False,
 )
 
 PROGRAMS: dict[str, Program] = {

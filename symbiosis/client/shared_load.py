@@ -116,16 +116,20 @@ class SharedLoad:
         """Load what must be read of safetensors files, and keep what is found out about them."""
         key = known_checkpoints.key_of(files, model, load_config)
         known = known_checkpoints.read(key)
-        needless = {source for made in known if self._needs_no_source(model, made) for source in made.sources}
+        kinds = {name: _kind_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+        needless = {source for made in known if self._needs_no_source(kinds, made) for source in made.sources}
         with opened(files, needless.__contains__) as self._reader:
             self._reader.look_ahead(self._may_be_held)
             loaded = original(model, self._reader.tensors, files, load_config, *rest)
         sources = {source for made in known for source in made.sources}
-        if new := [made for made in self._reader.made() if not sources.issuperset(made.sources)]:
+        new = [made for made in self._reader.made() if not sources.issuperset(made.sources)]
+        if (
+            new and known_checkpoints.key_of(files, model, load_config) == key
+        ):  # nobody has written other files meanwhile
             known_checkpoints.write(key, [*known, *new])
         return loaded
 
-    def _needs_no_source(self, model: Any, made: Made) -> bool:
+    def _needs_no_source(self, kinds: Mapping[str, Kind], made: Made) -> bool:
         """Whether the executor holds, or lends, all that is made of some tensors."""
         layers = {name: self._layers.get(name) for name in made.digests}
         if all(layer is not None and layer.digest == made.digests[name] for name, layer in layers.items()):
@@ -133,8 +137,7 @@ class SharedLoad:
         if len(layers) > 1 or any(layers.values()):
             return False
         ((name, known),) = made.digests.items()
-        kind = _kind_of(model.get_parameter_or_buffer(name))
-        lent = self._lent.take(known, made.phases.get(name, 0), kind)
+        lent = self._lent.take(known, made.phases.get(name, 0), kinds[name]) if name in kinds else None
         if lent is not None:
             self._promised[name] = lent
         return lent is not None

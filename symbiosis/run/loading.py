@@ -17,6 +17,7 @@ from symbiosis.client.optimizer_checks import refuse_to_train_whole
 from symbiosis.client.session import Session
 from symbiosis.client.shared_load import SharedLoad
 from symbiosis.errors import SymbiosisError
+from symbiosis.run import kept_remote
 from symbiosis.run.outcome import end_dry_run, left_alone, shared
 from symbiosis.run.settings import Settings
 
@@ -52,6 +53,7 @@ def load(
     if not refused:
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         refuse_to_train_whole(model)
+        kept_remote.watch(model, name_or_path)
         shared(name_or_path, model, session.endpoint, sharing.not_loaded, time.monotonic() - begun)
     return loaded
 

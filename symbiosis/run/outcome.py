@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from symbiosis.errors import NotShared
 from symbiosis.run.settings import Settings, from_environment
+from symbiosis.text import shown
 
 SHARES, ALONE = "would share", "would not share"  # the verdicts of a dry run
 COMPUTES = "a model computes"  # the line after the last one
@@ -19,7 +20,7 @@ def left_alone(name: object, why: str, settings: Settings, ends: bool = False) -
     Args:
         ends: Whether a dry run learns nothing from what comes after this.
     """
-    line = f"{_short(name)} is not shared: {' '.join(why.split())}"
+    line = shown(f"{_short(name)} is not shared: {' '.join(why.split())}")
     if settings.verdict:
         _note(f"{ALONE}: {line}", settings)
         if ends:
@@ -39,7 +40,7 @@ def shared(name: object, model: Any, endpoint: str, not_loaded: int, seconds: fl
     """
     report = model._symbiosis_report
     of_all = f"{len(report.wrapped)} of {len(report.wrapped) + len(report.kept)} layers"
-    what = f"{_short(name)}: {of_all} from {endpoint} ({_size(not_loaded)} not loaded"
+    what = shown(f"{_short(name)}: {of_all} from {endpoint} ({_size(not_loaded)} not loaded")
     if (settings := from_environment()).verdict:
         _note(f"{SHARES}: {what})", settings)
     else:

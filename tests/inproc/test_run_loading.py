@@ -4,9 +4,10 @@ import filecmp
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from transformers import (
 )
 
 import symbiosis
+from symbiosis.client import known_checkpoints
 from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.errors import NotShared, WrapError
 from symbiosis.run import loading
@@ -235,6 +237,34 @@ def test_a_tensor_that_begins_elsewhere_is_the_programs_own(
         assert mapped_as(split.lm_head.weight) != "symbiosis-commons"
         assert split.lm_head.weight.data_ptr() % 64 == unsplit.lm_head.weight.data_ptr() % 64
         assert torch.equal(outputs(split, ids), outputs(unsplit, ids))
+
+
+def test_a_checkpoint_that_is_written_meanwhile_is_not_known(
+    offer: Callable, shared: Shared, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests of the new files would be kept for the old ones, which may come back."""
+    path, executor = offer(tiny_llama())
+    kept: list[str] = []
+    monkeypatch.setattr(known_checkpoints, "read", lambda key: (path / "model.safetensors").touch() or [])
+    monkeypatch.setattr(known_checkpoints, "write", lambda key, made: kept.append(key))
+    shared(AutoModelForCausalLM, path, executor, require=True)
+    assert not kept
+    monkeypatch.setattr(known_checkpoints, "read", lambda key: [])
+    shared(AutoModelForCausalLM, path, executor, require=True)
+    assert len(kept) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[[1]]", b'[{"sources": ["lm_head.weight"], "digests": {"no.such": ""}}]']
+)
+def test_what_is_known_may_be_damaged(content: bytes, offer: Callable, shared: Shared, ids: Tensor) -> None:
+    path, executor = offer(tiny_llama(), is_read=True)
+    unsplit = AutoModelForCausalLM.from_pretrained(path)
+    shared(AutoModelForCausalLM, path, executor, require=True)
+    (known,) = (Path(os.environ["XDG_CACHE_HOME"]) / "symbiosis" / "checkpoints").iterdir()
+    known.write_bytes(content)
+    split = shared(AutoModelForCausalLM, path, executor, require=True)
+    assert remote(split) == 14 and torch.equal(outputs(split, ids), outputs(unsplit, ids))
 
 
 def test_a_checkpoint_in_parts_and_in_a_subfolder(offer: Callable, shared: Shared, ids: Tensor) -> None:
@@ -543,6 +573,15 @@ def test_an_adapters_folder_is_loaded_with_its_base(
     split = shared(AutoModelForCausalLM, tmp_path / "adapter", executor, require=True)
     unsplit = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
     assert remote(split) == 14 and torch.equal(outputs(split, ids), outputs(unsplit, ids))
+
+
+def test_unsloth_is_refused_by_name(offer: Callable, shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded: the checkpoint is not even looked for. Its own package needs a GPU to be imported."""
+    _, executor = offer(tiny_llama())
+    monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
+    model = type(tiny_llama())
+    with pytest.raises(NotShared, match="no-such-folder is not shared: Unsloth's kernels read the weights"):
+        shared(model, "/no-such-folder", executor, require=True)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,50 @@ def test_the_processes_of_torchrun_share(checkpoint: Path, endpoint: str, tmp_pa
     assert (done.returncode, shared_by(done.stderr)) == (0, 2), done.stderr
 
 
+FSDP = """
+import sys, torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+torch.distributed.init_process_group("gloo")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+torch.manual_seed(3)
+model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM"))
+for layer in model.base_model.model.model.layers: fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+losses = []
+for _ in range(2):
+    loss = model(input_ids=torch.arange(3, 9)[None], labels=torch.arange(3, 9)[None]).loss
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+open(f"{sys.argv[2]}-{torch.distributed.get_rank()}", "w").write(str(losses))
+"""
+
+
+def test_what_fsdp_takes_after_the_load_is_said(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
+    """A program that calls `fully_shard` by itself, on CPUs: to the bit as unsplit, but with the base in its memory, so `--require` ends it."""
+    written(tmp_path, train=FSDP)
+    launch = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "train.py",
+        checkpoint,
+    )
+    unsplit = run(*launch, "unsplit", folder=tmp_path, options=None)
+    split = run(*launch, "split", folder=tmp_path, options=("--endpoint", endpoint))
+    assert unsplit.returncode == split.returncode == 0, split.stderr
+    for rank in (0, 1):
+        assert (tmp_path / f"split-{rank}").read_text() == (tmp_path / f"unsplit-{rank}").read_text()
+    assert split.stderr.count("is not shared: FSDP has divided its weights among processes") == 2, split.stderr
+    done = run(*launch, "required", folder=tmp_path, options=("--endpoint", endpoint, "--require"))
+    assert done.returncode != 0 and not (tmp_path / "required-0").exists() and "NotShared: " in done.stderr
+
+
 def test_of_two_models_the_executors_is_shared(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
     written(tmp_path, load=LOAD)
     other = save_tiny_llama(tmp_path / "other", seed=1)

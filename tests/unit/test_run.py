@@ -122,6 +122,11 @@ def test_what_became_of_a_model_is_one_line(capsys: pytest.CaptureFixture[str]) 
         outcome.left_alone("/srv/reward", "it is another model", Settings(require=True))
 
 
+def test_names_of_folders_and_words_of_executors_obey_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome.left_alone("/srv/\x1b[2Jmodel", "it has none of the layers of the \x1b]0;Evil\x07", Settings())
+    assert capsys.readouterr().err == "symbiosis: ?[2Jmodel is not shared: it has none of the layers of the ?]0;Evil?\n"
+
+
 def test_a_process_is_told_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYMBIOSIS_RUN_REQUIRE", "1")
     monkeypatch.setenv("SYMBIOSIS_ENDPOINT", "local:///a.sock tcp://host:7000")
