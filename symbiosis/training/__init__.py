@@ -26,7 +26,7 @@ _WHERE = {
     "Checkpoint": ("checkpoint_folders", "Checkpoint"),
     "Datum": ("datum", "Datum"),
     "Engine": ("training_engine", "TrainingEngine"),
-    "PassResult": ("command", "PassResult"),
+    "PassResult": ("run_command", "PassResult"),
     "Run": ("training_run", "Run"),
     "checkpoints": ("checkpoint_folders", "checkpoints"),
     "expire": ("checkpoint_folders", "expire"),

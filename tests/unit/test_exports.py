@@ -1,6 +1,7 @@
 """The public surface: what `symbiosis` says it has, it has, and nothing else."""
 
 import inspect
+from types import ModuleType
 
 import pytest
 
@@ -13,6 +14,12 @@ def test_all_names_can_be_imported() -> None:
     for name in symbiosis.__all__:
         assert getattr(symbiosis, name) is not None
     assert sorted(symbiosis.__all__, key=str.casefold) == sorted(set(symbiosis.__all__), key=str.casefold)
+
+
+@pytest.mark.parametrize("part", [symbiosis.serving, symbiosis.training])
+def test_all_names_of_parts_can_be_imported(part: ModuleType) -> None:
+    for name in part.__all__:
+        assert getattr(part, name) is not None, name
 
 
 def test_other_names_are_refused_as_python_refuses_them() -> None:
