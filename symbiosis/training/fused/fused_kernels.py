@@ -99,3 +99,8 @@ class SiluMul(torch.autograd.Function):
         dy, dgate, dup = dy.contiguous(), torch.empty_like(gate), torch.empty_like(up)
         _backward[(triton.cdiv(dy.numel(), BLOCK),)](gate, up, dy, dgate, dup, dy.numel(), BLOCK)
         return dgate, dup
+
+
+# without the check for transforms of torch.func, which never come here
+rotate: Any = super(torch.autograd.Function, Rotary).apply  # type: ignore[misc]
+silu_mul: Any = super(torch.autograd.Function, SiluMul).apply  # type: ignore[misc]

@@ -9,12 +9,12 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
-from torch._C import _functorch
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
@@ -35,11 +35,31 @@ class LoraMatrices(NamedTuple):
 class Operands(NamedTuple):
     """What acts at the layers of a group: parameters, and their values in the dtype of the rows, all A in one matrix."""
 
-    a: list[nn.Parameter]
-    b: list[nn.Parameter]
+    parameters: list[Tensor]  # each A, then each B
+    copies: list[Tensor]
+    ranks: list[int]
     scale: float
     a_RK: Tensor
+    a_KR: Tensor
     b_NR: list[Tensor]
+    b_RN: list[Tensor]
+
+    @classmethod
+    def of(cls, matrices: "list[LoraMatrices]", device: torch.device, dtype: torch.dtype) -> "Operands":
+        """Return operands whose values have yet to be copied."""
+        parameters = [one.a for one in matrices] + [one.b for one in matrices]
+        flat = torch.empty(sum(p.numel() for p in parameters), device=device, dtype=dtype)
+        copies = list(torch._C._nn.unflatten_dense_tensors(flat, list[Tensor](parameters)))
+        ranks, width, b_NR = [len(one.a) for one in matrices], matrices[0].a.shape[1], copies[len(matrices) :]
+        a_RK = flat[: sum(ranks) * width].view(-1, width)
+        return cls([*parameters], copies, ranks, matrices[0].scale, a_RK, a_RK.t(), b_NR, [b.t() for b in b_NR])
+
+    def are_of(self, matrices: "list[LoraMatrices]") -> bool:
+        """Whether these are the parameters."""
+        now = [one.a for one in matrices] + [one.b for one in matrices]
+        return (
+            len(now) == len(self.parameters) and all(map(is_, now, self.parameters)) and self.scale == matrices[0].scale
+        )
 
 
 class FrozenProduct(NamedTuple):
@@ -56,6 +76,10 @@ class LoraGroup:
     def __init__(self, layers: list[LoraLinear]) -> None:
         self.layers = layers
         self.misses = 0
+        self.operands: dict[tuple[torch.device, torch.dtype], Operands] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers, "misses": 0, "operands": {}}
 
     def product(self, layer: LoraLinear, x: Tensor) -> Tensor | None:
         """Return a layer's result, or None where PEFT has to compute it."""
@@ -67,8 +91,7 @@ class LoraGroup:
         if (operands := _operands_of(self, x.device, dtype)) is None:
             return None
         bases = [_base_of(each.base_layer, x, dtype) for each in self.layers]
-        ys = [base.y for base in bases]
-        results = _LoraGroup.apply(x, dtype, operands, bases, *ys, *operands.a, *operands.b)  # type: ignore[no-untyped-call]
+        results = _apply(x, dtype, operands, bases, *[base.y for base in bases], *operands.parameters)
         _waiting.keep(self, x, results)
         return results[0]  # type: ignore[no-any-return]
 
@@ -117,13 +140,8 @@ _waiting = _Waiting()
 
 
 def _is_recorded(x: Tensor) -> bool:
-    """Whether gradients are recorded, by torch itself."""
-    return (
-        torch.is_grad_enabled()
-        and x.is_floating_point()
-        and not is_watched()
-        and not _functorch.peek_interpreter_stack()
-    )
+    """Whether gradients are recorded, by torch itself. Of a forward pass it is known that nobody watches."""
+    return torch.is_grad_enabled() and x.is_floating_point() and (_prepared.operands is not None or not is_watched())
 
 
 class _Prepared(threading.local):
@@ -157,26 +175,20 @@ def _operands_of(group: LoraGroup, device: torch.device, dtype: torch.dtype) -> 
 
 @torch.no_grad()
 def _prepare(groups: list[LoraGroup], device: torch.device, dtype: torch.dtype) -> dict[LoraGroup, Operands]:
-    """Return the operands of those groups that can be computed together."""
-    matrices = {group: found for group in groups if (found := _matrices_of(group, device)) is not None}
-    parameters: list[Any] = [
-        p for found in matrices.values() for p in (*(one.a for one in found), *(one.b for one in found))
-    ]
-    if not parameters:
-        return {}
-    flat = torch.empty(sum(p.numel() for p in parameters), device=device, dtype=dtype)
-    copies = torch._C._nn.unflatten_dense_tensors(flat, parameters)
-    torch._foreach_copy_(copies, parameters)
-    made, at, first = {}, 0, 0
-    for group, found in matrices.items():
-        a, b, count = [one.a for one in found], [one.b for one in found], len(found)
-        values, a_RK = copies[at : at + 2 * count], copies[at]
-        if count > 1:
-            rank, width = sum(len(one) for one in a), a[0].shape[1]
-            a_RK = flat[first : first + rank * width].view(rank, width)
-        made[group] = Operands(a, b, found[0].scale, a_RK, values[count:])
-        at += 2 * count
-        first += sum(one.numel() for one in values)
+    """Return the operands of those groups that can be computed together. They lie where they lay the last time."""
+    made: dict[LoraGroup, Operands] = {}
+    parameters: list[Tensor] = []
+    copies: list[Tensor] = []
+    for group in groups:
+        if (matrices := _matrices_of(group, device)) is not None:
+            operands = group.operands.get((device, dtype))
+            if operands is None or not operands.are_of(matrices):
+                operands = group.operands[device, dtype] = Operands.of(matrices, device, dtype)
+            made[group] = operands
+            parameters += operands.parameters
+            copies += operands.copies
+    if copies:
+        torch._foreach_copy_(copies, parameters)
     return made
 
 
@@ -229,7 +241,12 @@ def _dtype_of_rows(x: Tensor) -> torch.dtype:
 
 
 def _base_of(layer: nn.Module, x: Tensor, dtype: torch.dtype) -> FrozenProduct:
-    bias = layer._parameters.get("bias")
+    parameters = layer._parameters
+    bias = parameters.get("bias")
+    if type(layer) is nn.Linear and bias is None and not has_hooks(layer):  # nearly always
+        weight = parameters["weight"]
+        if type(weight) is nn.Parameter and not weight.requires_grad:
+            return FrozenProduct(weight, None, None)
     if isinstance(layer, nn.Linear | Conv1D) and not (bias is not None and bias.requires_grad):
         matrix = None if has_hooks(layer) else _frozen_matrix(layer, x)
         if matrix is not None:
@@ -259,64 +276,67 @@ class _LoraGroup(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dtype: torch.dtype, operands: Operands, bases: list[FrozenProduct], *tensors: Any
     ) -> tuple[Tensor, ...]:
-        a, b, scale, a_RK, b_NR = operands
-        x_TK = _cast(x.reshape(-1, x.shape[-1]), dtype)
-        low_TR = x_TK.new_empty(len(x_TK), len(a_RK))
-        torch.addmm(low_TR, x_TK, a_RK.t(), beta=0, alpha=scale, out=low_TR)
-        ranks = [each.shape[0] for each in a]
-        rows, results = x_TK.view(x.shape), []
-        for base, low, each in zip(bases, low_TR.split(ranks, 1), b_NR, strict=True):
+        rows = x if x.dtype is dtype and x.is_contiguous() else x.to(dtype).contiguous()
+        x_TK = rows.view(-1, x.shape[-1])
+        low_TR = x_TK.new_empty(x_TK.shape[0], operands.a_RK.shape[0])
+        torch.addmm(low_TR, x_TK, operands.a_KR, beta=0, alpha=operands.scale, out=low_TR)
+        results, dirty = [], []
+        for base, low, b_RN in zip(bases, _split(low_TR, operands.ranks), operands.b_RN, strict=True):
             y = base.y
             if y is None:
                 bias = None if base.bias is None else base.bias.to(dtype)
                 y = F.linear(rows, _cast(base.matrix, dtype), bias)
-            y.view(-1, y.shape[-1]).addmm_(low, each.t())
+            else:
+                dirty.append(y)
+            y.view(-1, y.shape[-1]).addmm_(low, b_RN)
             results.append(y)
-        ctx.mark_dirty(*(base.y for base in bases if base.y is not None))
+        if dirty:
+            ctx.mark_dirty(*dirty)
         ctx.set_materialize_grads(False)
-        ctx.matrices, ctx.ranks, ctx.scale = [base.matrix for base in bases], ranks, scale
-        ctx.shape, ctx.dtypes = x.shape, (x.dtype, [each.dtype for each in (*a, *b)])
-        ctx.save_for_backward(x_TK, low_TR, a_RK, *b_NR)
+        ctx.matrices, ctx.operands, ctx.x = [base.matrix for base in bases], operands, (x.shape, x.dtype)
+        ctx.save_for_backward(x_TK, low_TR)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of gradients: symbiosis.unfuse(model) first")
-        x_TK, low_TR, a_RK, *b_NR = ctx.saved_tensors
-        count, (x_dtype, dtypes) = len(dys), ctx.dtypes
-        needs_x, needs_a, needs_b = (
-            ctx.needs_input_grad[0],
-            ctx.needs_input_grad[4 + count : 4 + 2 * count],
-            ctx.needs_input_grad[4 + 2 * count :],
-        )
+        x_TK, low_TR = ctx.saved_tensors
+        operands, (shape, x_dtype), count = ctx.operands, ctx.x, len(dys)
+        dtypes = [parameter.dtype for parameter in operands.parameters]
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4 + count :]
         m_TR = torch.empty_like(low_TR)
         dx_TK: Tensor | None = None
-        m, low = m_TR.split(ctx.ranks, 1), low_TR.split(ctx.ranks, 1)
+        m, low = _split(m_TR, operands.ranks), _split(low_TR, operands.ranks)
         db: list[Tensor | None] = [None] * count
         for i in reversed(range(count)):  # in autograd's order
             if (dy := dys[i]) is None:
                 m[i].zero_()
                 continue
             dy_TN = dy.reshape(-1, dy.shape[-1])
-            torch.addmm(m[i], dy_TN, b_NR[i], beta=0, alpha=ctx.scale, out=m[i])
-            if needs_b[i]:
+            torch.addmm(m[i], dy_TN, operands.b_NR[i], beta=0, alpha=operands.scale, out=m[i])
+            if needs[count + i]:
                 db[i] = _product(dy_TN.t(), low[i], dtypes[count + i])
             if needs_x and ctx.matrices[i] is not None:
                 matrix = _cast(ctx.matrices[i], dy.dtype)
                 dx_TK = dy_TN @ matrix if dx_TK is None else dx_TK.addmm_(dy_TN, matrix)
         da: Sequence[Tensor | None] = [None] * count
-        if any(needs_a):
-            da = [
-                each.to(d)
-                for each, d in zip(_product(m_TR.t(), x_TK, dtypes[0]).split(ctx.ranks), dtypes, strict=False)
-            ]
+        if any(needs[:count]):
+            da_RK = _product(m_TR.t(), x_TK, dtypes[0])
+            da = [_cast(each, dtype) for each, dtype in zip(_split(da_RK, operands.ranks, 0), dtypes, strict=False)]
         dx = None
         if needs_x:
-            dx_TK = m_TR @ a_RK if dx_TK is None else dx_TK.addmm_(m_TR, a_RK)
-            dx = dx_TK.view(ctx.shape).to(x_dtype)
+            dx_TK = m_TR @ operands.a_RK if dx_TK is None else dx_TK.addmm_(m_TR, operands.a_RK)
+            dx = _cast(dx_TK.view(shape), x_dtype)
         passed = [dy if matrix is None else None for dy, matrix in zip(dys, ctx.matrices, strict=True)]
         return dx, None, None, None, *passed, *da, *db
+
+
+_apply: Any = super(torch.autograd.Function, _LoraGroup).apply  # type: ignore[misc]  # transforms of torch.func never come here
+
+
+def _split(matrix: Tensor, sizes: list[int], dim: int = 1) -> Sequence[Tensor]:
+    return matrix.split(sizes, dim) if len(sizes) > 1 else (matrix,)
 
 
 def _cast(tensor: Any, dtype: torch.dtype) -> Tensor:

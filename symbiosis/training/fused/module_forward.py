@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 from torch import nn
-from torch._C import _is_tracing, _len_torch_dispatch_stack
+from torch._C import _functorch, _is_tracing, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 
@@ -47,5 +47,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a compiler, a tracer or a dispatch mode records torch's operations: then it should see those of the module itself."""
-    return is_compiling() or _is_tracing() or _len_torch_dispatch_stack() > 0
+    """Whether a compiler, a tracer, a dispatch mode or torch.func records torch's operations: then it should see those of the module itself."""
+    return (
+        is_compiling() or _is_tracing() or _len_torch_dispatch_stack() > 0 or bool(_functorch.peek_interpreter_stack())
+    )
