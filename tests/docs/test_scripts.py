@@ -466,6 +466,15 @@ def test_bars_of_exact_serving(script: Callable) -> None:
     assert wrong == [0]
 
 
+@pytest.mark.full
+def test_an_adapter_is_published_in_milliseconds(
+    script: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_rollout.py", "publish", "--tiny"])
+    assert script("bench_rollout").main() == 0
+    assert "publish_ms" in capsys.readouterr().out
+
+
 def test_bars_of_exact_training(script: Callable) -> None:
     """Whatever is off, is found."""
     exact = script("train_exact")
