@@ -178,6 +178,17 @@ def test_log_probabilities_are_the_models_own() -> None:
     assert begin_choice(logits, [sequence(temperature=0.0)]).tokens()[0].logprob is None  # type: ignore[union-attr]
 
 
+def test_log_probabilities_at_the_temperature_are_those_of_the_draw() -> None:
+    """Each row's own, beside others that want the model's."""
+    logits = logits_of(3)
+    rows = [sequence(seed=5, temperature=heat, logprobs=2, scaled_logprobs=heat != 1.0) for heat in (0.3, 1.0, 0.0)]
+    tokens = begin_choice(logits, rows).tokens()
+    for row, (token, heat) in enumerate(zip(tokens, (0.3, 1.0, 1.0), strict=True)):
+        expected = (logits[row] / heat).log_softmax(-1)
+        assert token is not None and token.logprob == pytest.approx(float(expected[token.id]), abs=1e-6)
+        assert [each for _, each in token.top] == pytest.approx(expected.topk(2).values.tolist(), abs=1e-6)
+
+
 def test_the_least_temperature_is_greedy() -> None:
     cold = sequence(temperature=1e-300, seed=1)
     assert [token and token.id for token in begin_choice(torch.tensor([[0.5, 2.0, 1.0]]), [cold]).tokens()] == [1]

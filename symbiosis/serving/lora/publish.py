@@ -58,10 +58,10 @@ def publish(
     >>> with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, memory=1 << 24) as engine:
     ...     model = symbiosis.from_executor(executor.endpoint)
     ...     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
-    ...     symbiosis.publish(model, "mine", engine)
+    ...     version = symbiosis.publish(model, "mine", engine)
     ...     answer = engine.generate(list(b"Once upon a time"), adapter="mine", max_tokens=4)
-    >>> len(answer.tokens)
-    4
+    >>> len(answer.tokens), answer.model_version == version
+    (4, True)
     """
     check_name(name)
     if isinstance(server, str):
