@@ -40,6 +40,7 @@ COOKBOOK = "tinker-cookbook==0.6.1"
 NEEDS = (  # of the cookbook; on Python 3.11 its newest tml-renderers cannot be had
     "tml-renderers==0.2.1", "sympy", "pylatexenc", "math-verify", "aiohttp", "anyio", "blobfile", "chz", "cloudpickle", "datasets", "numpy",
     "pillow", "pydantic", "pyrage", "rich", "safetensors", "termcolor", "tiktoken", "tqdm", "transformers>=5.7",
+    "accelerate",  # to read the model
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = ("chat_sl", "resume", "math_rl", "async_rl", "dpo", "off_policy", "on_policy", "custom", "cli")
