@@ -27,6 +27,9 @@ def check_loss(kind: str, data: list[Datum], config: Mapping[str, float]) -> Non
     if unknown := config.keys() - LOSSES[kind].keys():
         known = ", ".join(LOSSES[kind]) or "nothing"
         raise ConfigError(f"{kind} has no {', '.join(sorted(unknown))}: {known} can be chosen")
+    for name, number in config.items():
+        if not isinstance(number, int | float) or not abs(number) < float("inf"):
+            raise ConfigError(f"{name} is a number, not {number!r}")
     if kind == "cross_entropy":
         return
     for datum in data:

@@ -242,6 +242,8 @@ class TrainingEngine:
     # ---------------------------------------------------------------- runs begin
 
     def _begin(self, name: str | None, config: Any, about: About, state: TrainState, is_new: bool) -> Run:
+        if not isinstance(about.tenant, str):
+            raise ConfigError(f"tenant is a name, not {about.tenant!r}")
         with self._changed:
             self._refuse_if_closed()
             name = f"run-{secrets.token_hex(6)}" if name is None else name
@@ -468,7 +470,7 @@ class TrainingEngine:
                     record = command.record(result, error)
                     record.is_past = not was_tried
                     run.journal.append(record, took_s)
-            except OSError as why:
+            except Exception as why:  # whatever it was, others go on
                 self._residency.drop(run)
                 result, error = None, no_room(run.journal.folder, why)
         if error is not None:

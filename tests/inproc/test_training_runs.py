@@ -275,3 +275,19 @@ def test_checkpoints_of_ranks_whose_matrices_are_not_of_a_round_size(tmp_path: P
         )
         loaded = engine.load(run.save(tmp_path / "one"))
         assert are_equal(trained(three_steps(run, 5)), trained(three_steps(loaded, 5)))
+
+
+def test_what_a_journal_cannot_hold_is_refused(tmp_path: Path) -> None:
+    data = Datum([5, 6], [6, 7], logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])  # type: ignore[arg-type]
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        run = engine.create(lora(), name="mine")
+        for wrong in ("0.1", torch.tensor(0.1), float("nan"), None):
+            with pytest.raises(ConfigError, match="beta is a number"):
+                run.forward_backward(data, "dro", {"beta": wrong})  # type: ignore[dict-item]
+        with pytest.raises(ConfigError, match="tenant is a name"):
+            engine.create(lora(), tenant=5)  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="make room|surrogates"):
+            run.submit(1, "save", tmp_path.parent / "\udcff").result(60)
+        assert run.forward_backward(data, "dro", {"beta": 1}).result(60)
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        assert gradients(engine.open("mine"))
