@@ -1,5 +1,6 @@
 """A causal language model that trains adapters of several runs in one pass, forward and backward, over frozen weights."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from symbiosis.training.row_losses import losses_and_slopes
 from symbiosis.training.run_adapter import RunAdapter
 from symbiosis.training.run_work import RunWork
 
+logger = logging.getLogger("symbiosis")
 LOGITS_BYTES = 1 << 28  # that are there at once
 HEAD_SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping"
 
@@ -203,7 +205,11 @@ class PackedModel:
             for layout in packed, TableLayout(packed.rows, begins, max(packed.lengths)):
                 with torch.no_grad(), packed_as(layout):
                     made.append(self._logits(self._hidden(inputs)))
+            _head_kernels().find(made[0].contiguous(), torch.zeros(packed.rows, dtype=torch.long, device=self.device))
         except CannotPack:
+            return False
+        except Exception as error:  # whatever a GPU without flash attention, or Triton without a compiler, makes of it
+            logger.warning("training runs without kernels of its own: %s", error)
             return False
         return agree(made[1], made[0], self.dtype)
 

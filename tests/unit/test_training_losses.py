@@ -1,6 +1,7 @@
 """Losses over log probabilities, against what their papers say; and what data are refused."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from symbiosis.training.datum import Datum, check_tokens, sequences
 from symbiosis.training.losses import check_loss, loss_of, slopes, slopes_of_function
 from symbiosis.training.packed_model import _pieces
 from symbiosis.training.packing import PackLayout
+from symbiosis.training.row_losses import KINDS, losses_and_slopes, row_numbers
 
 NOW, OLD, ADVANTAGES = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.6], [1.0, -2.0, 0.5]
 RATIO = [math.exp(a - b) for a, b in zip(NOW, OLD, strict=True)]  # 1.65, 0.37, 1.11
@@ -158,3 +160,27 @@ def test_layouts() -> None:
 def test_pieces_have_whole_sequences() -> None:
     assert [(p.start, p.stop) for p in _pieces([5, 5, 5, 20, 1], 10)] == [(0, 2), (2, 3), (3, 4), (4, 5)]
     assert [(p.start, p.stop) for p in _pieces([1], 1)] == [(0, 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_of_all_rows_at_once_are_those_of_each_sequence(kind: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    draw = partial(torch.rand, generator=generator)
+    data = [
+        Datum(list(range(n)), list(range(n)), weights=draw(n), logprobs=-2 * draw(n), advantages=draw(n) - 0.5)
+        for n in (3, 50)
+    ]
+    logprobs = [-2 * draw(len(datum)) for datum in data]
+    config = {"beta": 0.3} if kind == "dro" else {}
+    kinds, numbers = row_numbers(kind, data, config, backward=True)
+    losses, found = losses_and_slopes(torch.cat(logprobs), kinds, numbers)
+    expected = [slopes(kind, each, datum, config) for each, datum in zip(logprobs, data, strict=True)]
+    assert float(losses.sum()) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-5)
+    assert torch.allclose(found, torch.cat([slope for _, slope in expected]), rtol=1e-5, atol=1e-6)
+    assert not losses_and_slopes(torch.cat(logprobs), *row_numbers(kind, data, config, backward=False))[1].any()
+
+
+def test_a_weight_of_zero_hides_what_is_no_number() -> None:
+    datum = Datum([1], [2], weights=[0.0], logprobs=[-1e30], advantages=[1.0])
+    kinds, numbers = row_numbers("importance_sampling", [datum], {}, backward=True)
+    assert [float(each) for each in losses_and_slopes(torch.tensor([-1.0]), kinds, numbers)] == [0.0, 0.0]
