@@ -4,7 +4,7 @@ graph serves whatever runs and sequences there are."""
 import logging
 import struct
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -51,7 +51,7 @@ class CapturedPass:
         self._device, self._kernels = device, with_triton("gpu.trained_rows")
         self._captured: Any = Captured(run, MOST_GRAPHS, draws=False, pool=torch.cuda.graph_pool_handle())
         self._of_adapters: WeakKeyDictionary[RunAdapter, tuple[Any, Tensor]] = WeakKeyDictionary()
-        self._last: tuple[Any, Tensor] | None = None
+        self._last: tuple[Tensor, list[Tensor]] = torch.empty(0, 0), []  # records of all, and of each
 
     @property
     def works(self) -> bool:
@@ -148,11 +148,11 @@ class CapturedPass:
     def _records(self, adapters: Sequence[RunAdapter], groups: Sequence[SharedRows], most: int) -> Tensor:
         """Return where the matrices of all adapters lie, for so many segments, on the device."""
         each = [self._of(adapter, groups) for adapter in adapters]
-        key = most, *(id(one) for one in each)
-        if self._last is None or self._last[0] != key:
+        known, before = self._last
+        if known.shape[1] != most or any(a is not b for a, b in zip_longest(each, before)):
             records = pad(torch.stack(each, 1), (0, 0, 0, 0, 0, most - len(each)))
-            self._last = key, records.to(self._device)
-        return self._last[1]
+            self._last = records.to(self._device), each
+        return self._last[0]
 
     def _of(self, adapter: RunAdapter, groups: Sequence[SharedRows]) -> Tensor:
         """Return the records of an adapter, [groups, members, words]."""
@@ -213,8 +213,8 @@ def _numbers(work: RunWork) -> tuple[Tensor, Tensor]:
 def _is_plain(adapter: RunAdapter) -> bool:
     """Whether an adapter is nothing but LoRA that the kernels compute."""
     return (
-        adapter.low_rank.keys() == adapter.layers.keys()
-        and not adapter.virtual
+        not adapter.virtual
+        and adapter.low_rank.keys() == adapter.layers.keys()
         and all(flat.values.is_cuda and flat.values.dtype == torch.float32 for flat in adapter.flats)
         and all(len(low.a) <= HIGHEST_RANK for low in adapter.low_rank.values())
     )
