@@ -13,7 +13,6 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 
 import symbiosis
-from symbiosis.training import Datum
 
 
 def main(model: str, steps: int) -> list[float]:
@@ -41,7 +40,9 @@ def main(model: str, steps: int) -> list[float]:
                 tokens, n = [*prompt, *answer.tokens], len(answer.tokens)
                 sampled = [0.0] * (len(prompt) - 1) + [token.logprob for token in answer.logprobs]
                 weights = [0.0] * (len(prompt) - 1) + [a / (8 * n)] * n
-                data.append(Datum(tokens[:-1], targets=tokens[1:], logprobs=sampled, advantages=weights))
+                data.append(
+                    symbiosis.training.Datum(tokens[:-1], targets=tokens[1:], logprobs=sampled, advantages=weights)
+                )
             run.forward_backward(data, "importance_sampling")
             run.step(lr=0.02, max_grad_norm=1.0).result()
             rewards.append(reward.mean().item())

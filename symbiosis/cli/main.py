@@ -146,6 +146,8 @@ BENCHMARKS = {  # scripts/bench_*.py, with what they take on two cores; gpu: on 
     "serve": "many adapters in one server; on a CPU --cpu (--cpu --quick), on a GPU the name of a load (--help)",
     "shard": "services of several ranks: on a CPU --tiny (two minutes), on GPUs --gpus",
     "train": "the engine that trains, beside PEFT: on a GPU two minutes (--quick: 1), on a CPU --tiny",
+    "runs": "thousands of runs of that engine, in memory and on disk: 5 minutes (--quick: 1)",
+    "rollout": "publishing what is trained, and sampler against trainer: on a CPU --tiny",
     "gpu": "all of it on a GPU, where its parts are named: minutes each",
 }
 

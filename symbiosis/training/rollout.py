@@ -35,7 +35,7 @@ HARMLESS = {  # ... what changes no token here
 KINDS = "GRPOTrainer, RLOOTrainer, OnlineDPOTrainer or AsyncGRPOTrainer, or a class made of these"
 
 
-class Samples(Protocol):
+class SamplingEngine(Protocol):
     """An engine that serves what is trained."""
 
     ends: frozenset[int]
@@ -63,7 +63,7 @@ class Rollout:
         version: What the engine calls the version that was published last.
     """
 
-    def __init__(self, engine: Samples, name: str) -> None:
+    def __init__(self, engine: SamplingEngine, name: str) -> None:
         self.engine, self.name = engine, name
         self.version = 0
         self._published: tuple[Any, int] = (lambda: None), -1  # a trainer, and its step
@@ -309,7 +309,7 @@ class Rollout:
         return began, before, time.time()
 
 
-def rollout(engine: Samples, name: str = "policy") -> Rollout:
+def rollout(engine: SamplingEngine, name: str = "policy") -> Rollout:
     """Return what has TRL's trainers sample by `engine`, a `symbiosis.serving.Engine` of this program over the base that they train.
 
     `GRPOTrainer(..., rollout_func=symbiosis.rollout(engine))` is all that GRPO needs. `symbiosis.rollout(engine).attach(trainer)` does it for an

@@ -182,7 +182,7 @@ def test_what_a_checkout_is_tested_with_is_what_is_required() -> None:
         "zmq": "pyzmq",
         "huggingface_hub": "huggingface-hub",
     }
-    foreign = imported - set(sys.stdlib_module_names) - {"symbiosis", "triton", "datasets", "torchvision"}
+    foreign = imported - set(sys.stdlib_module_names) - {"symbiosis", "triton", "datasets", "torchvision", "trl"}
     found = {name for name in foreign if importlib.util.find_spec(name)}
     assert {names.get(name, name) for name in found} <= required
 
