@@ -24,7 +24,7 @@ from symbiosis.server.openai_protocol import AS_ASKED, AS_CHAT, Body, ChatBody, 
 from symbiosis.server.prompts import Prompts, too_long
 from symbiosis.server.request_record import this_request
 from symbiosis.server.tinker.checkpoint_store import PRIVATE, RUN
-from symbiosis.server.tinker.messages import Resolve
+from symbiosis.server.tinker.tinker_messages import Resolve
 from symbiosis.server.tracing import Tracing
 from symbiosis.serving.engine.detokenize import Stop, Text
 from symbiosis.serving.engine.engine_stats import EngineStats

@@ -20,7 +20,7 @@ from tests.serving_api import Api, eventually, http_process, web
 if importlib.util.find_spec("tinker") is None:
     pytest.skip("needs the package tinker, for its descriptor", allow_module_level=True)
 
-from symbiosis.server.tinker import service, wire
+from symbiosis.server.tinker import tinker_service, wire
 
 KEYS = {"anna": "tml-key-of-anna", "bob": "tml-key-of-bob"}
 TEXT = list(b"Once upon a time there was a base model.")
@@ -35,7 +35,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25, name="demo") as engine,
         symbiosis.training.Engine(executor.endpoint) as trainer,
     ):
-        training = service.TrainingService(engine, trainer, folder / "checkpoints", "demo", str(DEMO_MODEL))
+        training = tinker_service.TrainingService(engine, trainer, folder / "checkpoints", "demo", str(DEMO_MODEL))
         try:
             with http_process(engine, training, api_keys=str(folder / "keys")) as api:
                 yield api
@@ -473,7 +473,7 @@ def test_a_silent_session_ends_and_frees_what_it_had(api: Api, monkeypatch: pyte
     client.wait(client.told("save_weights_for_sampler", model_id=run, seq_id=1, sampling_session_seq_id=0))
     waits = client.send_pass(run, 3).json()  # for one that never comes
     assert len(api.engine.adapters()) == before + 1
-    monkeypatch.setattr(service, "SESSION_S", 0.0)
+    monkeypatch.setattr(tinker_service, "SESSION_S", 0.0)
     eventually(lambda: len(api.engine.adapters()) <= before)
     monkeypatch.undo()
     assert client.post("session_heartbeat", session_id=client.session).status_code == 410

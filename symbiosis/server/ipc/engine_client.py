@@ -33,7 +33,7 @@ from symbiosis.server.ipc.engine_ipc import (
     from_engine,
 )
 from symbiosis.server.ipc.pulse import SILENT_S, Pulse
-from symbiosis.server.tinker.messages import AnyAsked
+from symbiosis.server.tinker.tinker_messages import AnyAsked
 from symbiosis.serving.request import Output, Request
 
 logger = logging.getLogger("symbiosis")

@@ -4,7 +4,7 @@ import struct
 
 import msgspec
 
-from symbiosis.server.tinker.messages import AnyAsked
+from symbiosis.server.tinker.tinker_messages import AnyAsked
 from symbiosis.serving.request import Output, Request
 
 LENGTH = struct.Struct("<I")

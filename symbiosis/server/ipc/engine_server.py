@@ -37,7 +37,7 @@ from symbiosis.server.ipc.engine_ipc import (
 )
 from symbiosis.server.ipc.pulse import BEAT_S, Pulse
 from symbiosis.server.ipc.tenant_threads import TenantThreads
-from symbiosis.server.tinker.messages import AnyAsked, TinkerRefusal
+from symbiosis.server.tinker.tinker_messages import AnyAsked, TinkerRefusal
 from symbiosis.serving.engine.engine_stats import EngineStats
 from symbiosis.serving.request import Output, Request
 

@@ -30,7 +30,7 @@ from symbiosis.server.launch.preflight import chat_template, checkpoints_of, fol
 from symbiosis.serving.serve_options import ServeOptions
 
 if TYPE_CHECKING:
-    from symbiosis.server.tinker.service import TrainingService
+    from symbiosis.server.tinker.tinker_service import TrainingService
     from symbiosis.serving import Engine
 
 logger = logging.getLogger("symbiosis")
@@ -197,7 +197,7 @@ class ServeProcesses:
             yield
             return
         from symbiosis import training
-        from symbiosis.server.tinker.service import TrainingService
+        from symbiosis.server.tinker.tinker_service import TrainingService
 
         options = self._options
         with training.Engine(endpoint, wait=options.wait_s) as trainer:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from symbiosis.server.tinker.messages import LoraSettings, TinkerRefusal
+from symbiosis.server.tinker.tinker_messages import LoraSettings, TinkerRefusal
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}  # by what paths call them
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")

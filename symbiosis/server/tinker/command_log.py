@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from symbiosis.server.tinker.messages import Asked, PromiseOutcome, TinkerRefusal
+from symbiosis.server.tinker.tinker_messages import Asked, PromiseOutcome, TinkerRefusal
 
 AHEAD = 4096  # commands that may wait for those before them
 KEPT, KEPT_BYTES = 512, 64 << 20  # outcomes that may be asked for again
@@ -35,7 +35,7 @@ class CommandLog:
     ...     done = Future()
     ...     done.set_result(PromiseOutcome(body={"type": "a step"}))
     ...     return done
-    >>> from symbiosis.server.tinker.messages import GetInfo
+    >>> from symbiosis.server.tinker.tinker_messages import GetInfo
     >>> log = CommandLog()
     >>> log.put(2, GetInfo(model_id="b"), begin); log.outcome(2).done()
     False

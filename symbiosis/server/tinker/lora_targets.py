@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from symbiosis.server.tinker.messages import LoraSettings, TinkerRefusal
+from symbiosis.server.tinker.tinker_messages import LoraSettings, TinkerRefusal
 
 ALPHA = 32  # as Tinker has it, whatever the rank
 ATTENTION = ("attn", "attention")

@@ -18,7 +18,7 @@ from symbiosis.server.api_keys import Tenant
 from symbiosis.server.openai_protocol import decoded
 from symbiosis.server.request_record import this_request
 from symbiosis.server.serving_state import ServingState
-from symbiosis.server.tinker import messages as m
+from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker import wire
 from symbiosis.server.tinker.samples import SampleRequest, Samples
 

@@ -12,7 +12,7 @@ from symbiosis.server.api_keys import Tenant
 from symbiosis.server.openai_protocol import CompletionBody
 from symbiosis.server.request_record import begin
 from symbiosis.server.serving_state import ServingState
-from symbiosis.server.tinker import messages as m
+from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker import wire
 from symbiosis.serving.request import Token
 

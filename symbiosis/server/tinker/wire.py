@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from symbiosis.errors import ConfigError
-from symbiosis.server.tinker.messages import Array, Pass, Passed, PlainDatum, PromiseOutcome, TinkerRefusal
+from symbiosis.server.tinker.tinker_messages import Array, Pass, Passed, PlainDatum, PromiseOutcome, TinkerRefusal
 from symbiosis.serving.request import Token
 
 SDKS = ("0.38.0",)  # releases that are known to work with this server, and whose descriptor it reads

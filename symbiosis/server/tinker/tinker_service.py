@@ -19,7 +19,7 @@ import torch
 
 from symbiosis.errors import AdapterError, SymbiosisError, UnknownAdapter
 from symbiosis.server.ipc.engine_server import without_paths
-from symbiosis.server.tinker import messages as m
+from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import (
     CheckpointStore,
     RunFacts,
@@ -30,7 +30,7 @@ from symbiosis.server.tinker.checkpoint_store import (
 )
 from symbiosis.server.tinker.command_log import CommandLog, failed
 from symbiosis.server.tinker.lora_targets import lora_config
-from symbiosis.server.tinker.messages import Passed, PromiseOutcome, TinkerRefusal
+from symbiosis.server.tinker.tinker_messages import Passed, PromiseOutcome, TinkerRefusal
 from symbiosis.serving import Engine
 from symbiosis.serving.lora.adapter_files import AdapterWeights
 from symbiosis.serving.lora.publish import adapter_of, weights_of
