@@ -53,7 +53,7 @@ class SharedRows(SharedInput):
         super().__init__(self._made, [width_of(module) for module in modules])
         self.group, self.names, self._acting = number, list(names), acting
         self._bases = [module.forward for module in modules]
-        plain: list[Any] = [m for m in modules if type(m) is nn.Linear and m.bias is None]
+        plain: list[Any] = [m for m in modules if type(m) is nn.Linear and m.bias is None and "forward" not in vars(m)]
         self._weights = [module.weight for module in plain]
         self._low: Tensor | None = None  # what the rows of the pass were shrunk to, for its gradient
         if len(plain) == len(modules):

@@ -3,6 +3,7 @@
 import importlib
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,28 @@ def test_runs_of_one_pass_are_as_alone(engine: Engine) -> None:
     assert {future.result(60).joined for future in futures} == {4}
     for number, (run, config) in enumerate(zip(runs, configs, strict=True)):
         assert are_close(gradients(run), alone([batch(number, length=5 + number)], config, number)), config
+
+
+def test_layers_with_a_forward_of_their_own() -> None:
+    """As accelerate gives them, to move what they are called with: adapters act there, too."""
+    model = tiny_llama()
+    CALLED.clear()
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            module.forward = partial(_noted, type(module).forward, module)
+    with Engine(model) as engine:
+        run = engine.create(lora(), seed=2)
+        run.forward_backward(batch(2)).result(60)
+        assert CALLED and are_close(gradients(run), alone([batch(2)], lora(), 2))
+
+
+CALLED: list[Any] = []
+
+
+def _noted(forward: Any, module: Any, x: torch.Tensor) -> torch.Tensor:
+    CALLED.append(module)
+    made: torch.Tensor = forward(module, x)
+    return made
 
 
 def test_gradients_add_up_until_a_step(engine: Engine) -> None:
