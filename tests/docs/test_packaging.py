@@ -170,7 +170,7 @@ def test_every_name_of_the_source_distribution_is_there() -> None:
 def test_what_a_checkout_is_tested_with_is_what_is_required() -> None:
     """Nothing that the package imports comes by accident with something else."""
     extras = PROJECT["optional-dependencies"]
-    needed = PROJECT["dependencies"] + extras["serve"] + extras["structured"] + extras["otel"]
+    needed = PROJECT["dependencies"] + extras["serve"] + extras["structured"] + extras["otel"] + extras["tinker"]
     required = {re.match(r"[\w-]+", line)[0] for line in needed}  # type: ignore[index]
     code = "\n".join(path.read_text() for path in (ROOT / "symbiosis").rglob("*.py"))
     imported = {name.split(".")[0] for name in re.findall(r"^ *(?:import|from) (\w[\w.]*)", code, re.MULTILINE)}
@@ -181,6 +181,7 @@ def test_what_a_checkout_is_tested_with_is_what_is_required() -> None:
         "yaml": "pyyaml",
         "zmq": "pyzmq",
         "huggingface_hub": "huggingface-hub",
+        "google": "tinker",  # protobuf, which reads the descriptor that it brings
     }
     foreign = imported - set(sys.stdlib_module_names) - {"symbiosis", "triton", "datasets", "torchvision", "trl"}
     found = {name for name in foreign if importlib.util.find_spec(name)}
