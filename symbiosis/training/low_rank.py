@@ -140,9 +140,8 @@ class _Adapted(torch.autograd.Function):
         with torch.set_grad_enabled(recorded):
             leaf = x.detach().requires_grad_(recorded)
             made = layers.base_products(leaf)
-        ys = [
-            y.detach().contiguous() for y in made
-        ]  # in the memory of what was recorded: a linear layer does not look at it again
+        # in the memory of what was recorded: a linear layer does not look at it again
+        ys = [y.detach().contiguous() for y in made]
         x_TK = leaf.detach().reshape(-1, x.shape[-1]).contiguous()
         kept = layers.adapt_([y.view(-1, y.shape[-1]) for y in ys], x_TK)
         ctx.layers, ctx.leaf, ctx.made, ctx.kept = layers, leaf, made, kept

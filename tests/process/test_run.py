@@ -106,17 +106,14 @@ def test_every_process_of_a_program_shares(checkpoint: Path, endpoint: str, tmp_
     assert (done.returncode, shared_by(done.stderr)) == (0, 4), done.stderr
 
 
+def torchrun(*program: object) -> tuple[Any, ...]:
+    """Return what starts two processes of a program."""
+    return (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program)
+
+
 def test_the_processes_of_torchrun_share(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
     written(tmp_path, load=LOAD)
-    launch = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "load.py",
-        checkpoint,
-    )
+    launch = torchrun("load.py", checkpoint)
     done = run(*launch, folder=tmp_path, options=None, SYMBIOSIS_RUN="1", SYMBIOSIS_ENDPOINT=endpoint, PYTHONPATH=SITE)
     assert (done.returncode, shared_by(done.stderr)) == (0, 2), done.stderr
 
@@ -146,15 +143,7 @@ open(f"{sys.argv[2]}-{torch.distributed.get_rank()}", "w").write(str(losses))
 def test_what_fsdp_takes_after_the_load_is_said(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
     """A program that calls `fully_shard` by itself, on CPUs: to the bit as unsplit, but with the base in its memory, so `--require` ends it."""
     written(tmp_path, train=FSDP)
-    launch = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "train.py",
-        checkpoint,
-    )
+    launch = torchrun("train.py", checkpoint)
     unsplit = run(*launch, "unsplit", folder=tmp_path, options=None)
     split = run(*launch, "split", folder=tmp_path, options=("--endpoint", endpoint))
     assert unsplit.returncode == split.returncode == 0, split.stderr
