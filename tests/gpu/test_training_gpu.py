@@ -121,6 +121,6 @@ def held(engine: Engine) -> threading.Event:
         begun.set()
         assert go.wait(60)
 
-    holder._do(wait)
+    holder.when_done(wait)
     assert begun.wait(60)
     return go
