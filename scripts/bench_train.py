@@ -33,6 +33,9 @@ from symbiosis.training import Engine
 
 SUITES = ["step", "many", "memory", "whole", "fuse"]
 RANK = 16
+ENGINE_WARM_UP = (
+    8  # steps: the first pass has one run, the next what came meanwhile, and the third of a size is captured
+)
 STEP_BARS = {(4, 1024): 1.30, (2, 512): 1.5}  # over the products
 MANY_BARS = {(8, 2, 64): 2.0, (64, 1, 128): 2.5}  # over one after another
 MEMORY_BAR = 1.1
@@ -57,8 +60,8 @@ class Bench:
         self.device, self._dtype, self._steps = device, dtype, steps
         self.shape, self.model = shape, shape.build(device).to(dtype)
 
-    def median_s(self, step: Callable[[], object]) -> float:
-        for _ in range(2):
+    def median_s(self, step: Callable[[], object], warm_up: int = 2) -> float:
+        for _ in range(warm_up):
             step()
         times = []
         for _ in range(self._steps):
@@ -109,7 +112,7 @@ class Bench:
     def engine_s(self, runs: int, rows: int, length: int) -> float:
         """A step of so many runs that come at the same time."""
         with self.engine(runs * rows * length) as engine:
-            return self.median_s(self.steps_of(engine, runs, rows, length))
+            return self.median_s(self.steps_of(engine, runs, rows, length), ENGINE_WARM_UP)
 
     def engine(self, tokens: int) -> Engine:
         return Engine(self.model, max_tokens=max(8192, tokens), compiled=self.device == "cuda")

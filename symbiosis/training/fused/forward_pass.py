@@ -25,10 +25,13 @@ class ModelForward(ModuleForward):
     def __init__(self, module: nn.Module, head: nn.Module | None, groups: list[LoraGroup]) -> None:
         super().__init__(module)
         self.head, self.groups = head, groups
+        self._may_skip_logits = head is not None and "skip_logits" in self.__signature__.parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_watched() or torch.is_inference_mode_enabled():
             return self.own(*args, **kwargs)
+        if self._may_skip_logits:  # Liger's, whose own loss waits for the GPU, which a captured step cannot
+            kwargs.setdefault("skip_logits", False)
         before, labelled.head = labelled.head, None if kwargs.get("labels") is None else self.head
         try:
             with operands_in(self.groups):
