@@ -5,6 +5,7 @@
     python scripts/bench_train.py memory         # what 8 runs of 2 x 512 have in memory, over one run with as many tokens
     python scripts/bench_train.py whole          # Qwen3-8B's shapes: tokens per second, and their share of the GPU's peak
     python scripts/bench_train.py fuse           # an eager program under autocast, with and without `symbiosis.fuse`, wrapped and not
+    python scripts/bench_train.py rl             # a step of RL for 8 tenants on Llama-7B's shapes: tokens per second, beside PEFT's `generate`
     python scripts/bench_train.py --quick        # all, fewer steps
     python scripts/bench_train.py --tiny         # on a CPU: a small model, in float32
 
@@ -22,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import _fuse
+import _rl
 import torch
 from _gpu import ATTENTION, MLP, Shape, synchronize
 from peft import LoraConfig, get_peft_model
@@ -31,7 +33,7 @@ import symbiosis
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.training import Engine
 
-SUITES = ["step", "many", "memory", "whole", "fuse"]
+SUITES = ["step", "many", "memory", "whole", "fuse", "rl"]
 RANK = 16
 ENGINE_WARM_UP = (
     8  # steps: the first pass has one run, the next what came meanwhile, and the third of a size is captured
@@ -229,21 +231,26 @@ def main() -> int:
     if "fuse" in suites:
         with tempfile.TemporaryDirectory() as folder:
             _fuse.fuse(shape, device, shapes, steps, f"local://{folder}/executor.sock", given.profile, report)
-    if suites == ["fuse"]:
-        return report.finish()
     if given.tiny:
         torch.set_num_threads(1)
-    bench = Bench(shape, device, torch.float32 if given.tiny else torch.bfloat16, steps)
-    if "step" in suites:
-        step(bench, shapes, report)
-    if "many" in suites:
-        many(bench, loads, report)
-    if "memory" in suites and not given.tiny:
-        memory(bench, report)
-    if "whole" in suites and not given.tiny:
+    dtype = torch.float32 if given.tiny else torch.bfloat16
+    if {"step", "many", "memory"} & set(suites):
+        bench = Bench(shape, device, dtype, steps)
+        if "step" in suites:
+            step(bench, shapes, report)
+        if "many" in suites:
+            many(bench, loads, report)
+        if "memory" in suites and not given.tiny:
+            memory(bench, report)
         del bench
+    torch.cuda.empty_cache()
+    if "whole" in suites and not given.tiny:
+        whole(Bench(QWEN3_8B, device, dtype, steps), report)
         torch.cuda.empty_cache()
-        whole(Bench(QWEN3_8B, device, torch.bfloat16, steps), report)
+    if "rl" in suites:
+        load = _rl.RlLoad(2, 2, 2, 8, 8) if given.tiny else _rl.RlLoad(8, 8 if given.quick else 64, 8, 32, 256)
+        model = (shape if given.tiny else Shape()).build(device).to(dtype)
+        _rl.rl(model, config(), load, 1 << 26 if given.tiny else 45 << 30, report)
     return report.finish()
 
 
