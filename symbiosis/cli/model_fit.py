@@ -7,6 +7,7 @@ from symbiosis.base.memory import free_memory
 from symbiosis.base.problems import Finding
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
+from symbiosis.executor.model.quantisation import check_format, read_config
 from symbiosis.executor.preflight import free_gpu_memory, visible_gpus
 from symbiosis.server.launch.footprint import EXECUTOR
 
@@ -18,7 +19,9 @@ BESIDE = (
 def room_for(model: str) -> Finding:
     """Say where the weights of a model fit, as they are stored or in half as many bits."""
     try:
-        files = weight_files(located(model))
+        folder = located(model)
+        check_format(model, read_config(folder))
+        files = weight_files(folder)
         if not files:
             return Finding(
                 "FAIL", "room", f"there are no *.safetensors of {model}", "Name a checkpoint's folder, or a hub id"

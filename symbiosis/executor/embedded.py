@@ -16,6 +16,7 @@ from torch import nn
 from symbiosis.errors import ConfigError
 from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.load import load_model
+from symbiosis.executor.model.quantisation import check_format
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.options import Options, load_options
 from symbiosis.executor.preflight import check
@@ -117,6 +118,8 @@ def _check_model(model: Any, options: Options) -> None:
     """Raise `ConfigError` if `model` is not a base model with weights, or the options contradict it."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"Executor takes a model, not {model!r:.80}: a model, its directory, a hub id, or 'demo'")
+    if getattr(model, "is_quantized", False) and (config := getattr(model, "config", None)) is not None:
+        check_format(type(model).__name__, config.to_dict())
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft."):
             raise ConfigError(

@@ -29,6 +29,7 @@ from symbiosis.executor.model.checkpoint import (
     weights_nbytes,
 )
 from symbiosis.executor.model.host_room import loading_nbytes
+from symbiosis.executor.model.quantisation import check_format, read_config
 from symbiosis.executor.observe.log import AuditLog
 from symbiosis.executor.options import Options
 from symbiosis.protocol.endpoints import is_loopback, of_rank, open_to_others, parts_of
@@ -51,6 +52,7 @@ def check_model(options: Options, held: ExitStack) -> None:
     if options.model is None:
         raise ConfigError(f"no model: symbiosis-executor MODEL, or `model:` in a --config file. {MODEL}")
     folder = located(options.model)
+    check_format(options.model, read_config(folder))
     files = weight_files(folder)
     if files:
         for file in files if not options.serve else ():  # patterns are checked with torch, and go first

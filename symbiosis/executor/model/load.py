@@ -13,6 +13,7 @@ from symbiosis.base.layer_selection import HEADS
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL, MODEL, check_whole, path_of, weight_files
 from symbiosis.executor.model.part import load_part
+from symbiosis.executor.model.quantisation import check_format
 
 __all__ = ["DEMO_MODEL", "load_config", "load_model", "model_class", "structure", "torch_dtype"]
 
@@ -74,6 +75,7 @@ def load_config(name: str) -> Any:
         raise ConfigError(f"cannot load {name!r}: {_in_a_line(error)} {MODEL}") from None
     except Exception as error:  # whatever transformers makes of it
         raise _not_built(name, error) from error
+    check_format(name, config.to_dict())
     for part in _parts(config):
         # left to transformers: a checkpoint could name a repository for them, whose code would run
         part._attn_implementation = part._experts_implementation = None

@@ -12,6 +12,7 @@ from symbiosis.base.memory import free_memory
 from symbiosis.base.problems import problems_of, refuse
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
+from symbiosis.executor.model.quantisation import check_format, read_config
 from symbiosis.executor.options import Options
 from symbiosis.executor.preflight import SMALLER, check_room, fewer_bits
 from symbiosis.protocol.endpoints import is_within_process, parts_of
@@ -42,6 +43,7 @@ def check_model(options: ServeOptions) -> None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ConfigError(f"there is no tokenizer in {folder}: the API needs one")
     if options.executor is None and (files := weight_files(folder)):
+        check_format(options.model, read_config(folder))
         for file in files:
             check_whole(file)
         needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), ())
