@@ -57,7 +57,8 @@ def told_config(welcome: Welcome, changes: dict[str, Any], where: str) -> PreTra
         raise WrapError(f"{where} sends a configuration that is not JSON: {shown(str(error))}") from None
     if not isinstance(told, dict) or "model_type" not in told:
         raise WrapError(f"{where} serves a {welcome.model_class}, not a transformers model: use wrap instead")
-    config_class, taken = _config_class(told["model_type"], where), _Taken(where)
+    config_class = _config_class(told["model_type"], where)
+    taken = _Taken(where, is_packed=any(layer.packed for layer in welcome.manifest))
     values = taken.fields(config_class, told)
     if taken.left_out:
         logger.warning("left out of the configuration that %s sends: %s", where, ", ".join(sorted(taken.left_out)[:8]))
@@ -107,8 +108,10 @@ def _config_class(model_type: object, where: str) -> type[PreTrainedConfig]:
 class _Taken:
     """Takes values from an executor's configuration, and collects the names of those left out."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, is_packed: bool = False) -> None:
+        """`is_packed`: whether the executor holds packed weights, which a client knows as whole ones."""
         self._where = where
+        self._skips = {"quantization_config"} if is_packed else set()
         self.left_out: set[str] = set()
 
     def fields(self, config_class: type[PreTrainedConfig], told: dict[str, Any], path: str = "") -> dict[str, Any]:
@@ -116,7 +119,7 @@ class _Taken:
         allowed, taken = _field_names(config_class), {}
         for name, value in told.items():
             full = shown(path + name, LONGEST_WORD)
-            if name in ALTERS and value:
+            if name in ALTERS and value and name not in self._skips:
                 raise WrapError(
                     f"{self._where} names {full}, which from_executor does not build: wrap a model from a checkpoint"
                 )

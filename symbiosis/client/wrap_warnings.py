@@ -30,6 +30,13 @@ def warn_of_differences(model: nn.Module, session: Session, report: WrapReport) 
             session.endpoint,
             "; ".join(shapes[:4]),
         )
+    packed = sorted({layer.packed for layer in session.manifest if layer.packed and layer.name in report.wrapped})
+    if packed:
+        logger.warning(
+            "%s holds these weights packed as %s, so results are those of the packed weights, and not of this checkpoint's",
+            session.endpoint,
+            " and ".join(packed),
+        )
     config = getattr(base_model(model), "config", None)
     mine = _settings(json.loads(config.to_json_string(use_diff=False))) if isinstance(config, PreTrainedConfig) else {}
     theirs = _settings(json.loads(session.welcome.config))

@@ -83,7 +83,7 @@ def load_and_serve(model_name: str, options: Options) -> None:
     if options.serve:
         check_patterns(structure(model_name), options.serve)
     with loading(model_name):
-        model = load_model(model_name, options.dtype, options.device)
+        model = load_model(model_name, options.dtype, options.device, (), options.quantize, options.serve)
     store = Store(model, options.serve, options.integers)
 
     def ready(server: ExecutorLoop) -> None:

@@ -57,7 +57,7 @@ class Executor:
         if isinstance(model, str):
             elsewhere = tuple(url for url in chosen.listen if not is_within_process(url))
             check(msgspec.structs.replace(chosen, model=model, listen=elsewhere, metrics_port=None))
-            model = load_model(model, chosen.dtype, chosen.device)
+            model = load_model(model, chosen.dtype, chosen.device, (), chosen.quantize, chosen.serve)
         else:
             _check_model(model, chosen)
             if chosen.shares_weights and not shares:
@@ -120,6 +120,10 @@ def _check_model(model: Any, options: Options) -> None:
         raise ConfigError(f"Executor takes a model, not {model!r:.80}: a model, its directory, a hub id, or 'demo'")
     if getattr(model, "is_quantized", False) and (config := getattr(model, "config", None)) is not None:
         check_format(type(model).__name__, config.to_dict())
+    if options.quantize:
+        raise ConfigError(
+            "quantize is for models that the executor loads: hand over the name or folder of a checkpoint"
+        )
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft."):
             raise ConfigError(

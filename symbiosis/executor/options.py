@@ -53,6 +53,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         "them: tcp://A:PORT?hosts=A,B.")] = ()
     mps: Annotated[bool, Doc("Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = False
     dtype: Annotated[str | None, Doc("float32, bfloat16, ... Default: that of the checkpoint.")] = None
+    quantize: Annotated[Literal["int8", "fp8", "nf4"] | None, Doc(
+        "Hold the served weights of a float checkpoint in 8 or 4 bits: int8 (closest), fp8 or nf4. Default: as the checkpoint has them.")] = None
     policy: Annotated[PolicyName, Doc("immediate, lockstep or opportunistic (default).")] = "opportunistic"
     max_wait_us: Annotated[int | None, Doc(
         "Longest time, in microseconds, that a call waits for others to join it, if that pays. Default: 10000, on a GPU 2000.")] = None

@@ -6,8 +6,10 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from symbiosis.base import requirements
 from symbiosis.base.curve_keys import Keyring
@@ -29,7 +31,7 @@ from symbiosis.executor.model.checkpoint import (
     weights_nbytes,
 )
 from symbiosis.executor.model.host_room import loading_nbytes
-from symbiosis.executor.model.quantisation import check_format, read_config
+from symbiosis.executor.model.quantisation import check_format, read_config, shown_method, told_quantisation
 from symbiosis.executor.observe.log import AuditLog
 from symbiosis.executor.options import Options
 from symbiosis.protocol.endpoints import is_loopback, of_rank, open_to_others, parts_of
@@ -52,14 +54,13 @@ def check_model(options: Options, held: ExitStack) -> None:
     if options.model is None:
         raise ConfigError(f"no model: symbiosis-executor MODEL, or `model:` in a --config file. {MODEL}")
     folder = located(options.model)
-    check_format(options.model, read_config(folder))
+    check_quantised(options, read_config(folder))
     files = weight_files(folder)
     if files:
         for file in files if not options.serve else ():  # patterns are checked with torch, and go first
             check_whole(file)
-        needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), options.integers) // max(
-            1, len(options.hosts)
-        )
+        bits = DTYPE_BITS.get(options.dtype or "")
+        needed = weights_nbytes(files, bits, options.integers, options.quantize) // max(1, len(options.hosts))
         less = fewer_bits(files, options.dtype)
         if not options.on_gpu:
             check_room(options.model, needed, free_memory(), "this machine", f"{SMALLER}{less}")
@@ -75,6 +76,16 @@ def check_model(options: Options, held: ExitStack) -> None:
             else ""
         )
         raise ConfigError(f"cannot load the weights of {options.model!r} (only *.safetensors are read): there are none in {folder}{how}")  # fmt: skip
+
+
+def check_quantised(options: Options, config: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if the weights are quantised, or to be quantised, in a way that cannot be served."""
+    check_format(str(options.model), config)
+    told = told_quantisation(config)
+    if told and options.quantize:
+        raise ConfigError(f"--quantize {options.quantize}: the weights of {options.model!r} are quantised by {shown_method(told)} already: leave it out")  # fmt: skip
+    if (told or options.quantize) and len(options.places) > 1:
+        raise ConfigError(f"several ranks cannot hold quantised weights yet: serve {options.model!r} on one device, where it needs a half or a quarter of the memory")  # fmt: skip
 
 
 def needed_on(options: Options, nbytes: int) -> dict[str, int]:

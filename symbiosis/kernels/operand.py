@@ -23,6 +23,18 @@ def matrix_of(weight: Tensor, transposed: bool, view: Strides | None) -> Tensor:
     return weight.t() if transposed else weight
 
 
+def rows_of(part: Tensor, weight: Tensor) -> slice:
+    """Return the rows of a weight, those of a stack one below the other, in which a strided part of it lies.
+
+    >>> rows_of(torch.zeros(8, 4).t()[:, 2:5], torch.zeros(8, 4))
+    slice(2, 5, None)
+    """
+    first = part.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    columns = weight.shape[-1]
+    return slice(first // columns, last // columns + 1) if part.numel() else slice(0, 0)
+
+
 def cast(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a matrix to the dtype of the rows, as autocast would. A stack that repeats one matrix is cast once."""
     if matrix.dtype is not dtype and matrix.dim() == 3 and matrix.stride(0) == 0:

@@ -37,7 +37,7 @@ MOST_RANKS = 64
 
 class Layer(Closed, frozen=True):
     """One tensor of the base model: served (`linear`, `conv1d`, `tensor`, `embedding`), the client's own (`client`), or held by another
-    rank of the service (`elsewhere`), which says what it is."""
+    rank of the service (`elsewhere`), which says what it is. `packed`: the format in which the executor holds it, if it is not whole."""
 
     name: Name
     kind: Word
@@ -45,6 +45,7 @@ class Layer(Closed, frozen=True):
     dtype: Word
     digest: Word
     bias: bool = False
+    packed: Word = ""
 
     def transposes(self, op: Op) -> bool:
         """Whether `op` multiplies rows by the transpose of this weight."""

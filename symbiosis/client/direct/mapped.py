@@ -57,6 +57,7 @@ class Mapped:
     def __init__(self, manifest: list[Layer], priority: Priority | None, device: torch.device) -> None:
         self._manifest, self._priority, self.device = manifest, priority, device
         self._on_cpu = device.type == "cpu"
+        self._calls_some = any(layer.packed for layer in manifest)
         self.weights: dict[int, Tensor] = {}
         self._matrices: dict[int, Matrix] = {}
         self.joins = 0
@@ -96,8 +97,8 @@ class Mapped:
 
     @property
     def suffices(self) -> bool:
-        """Whether there are weights to multiply by."""
-        return bool(self.weights)
+        """Whether there are weights to multiply by, for all layers. Packed ones are not mapped."""
+        return bool(self.weights) and not self._calls_some
 
     @property
     def figures(self) -> DirectFigures:

@@ -88,11 +88,11 @@ class CellOps:
     def _lookup(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
         ids = payload[0][box].clone()  # a client that shares this memory could change them after the check
         check_ids(ids, self._store.manifest[call.layer])
-        return box, self._store.matrix(call.layer, call.op, call.view)[self._here(ids)]
+        return box, self._store.rows(call.layer, self._here(ids))
 
     def _lookups(self, call: Call, ids: Tensor, payloads: Sequence[Payload]) -> Tensor:
         check_ids(ids, self._store.manifest[call.layer])
-        return self._store.matrix(call.layer, call.op, call.view)[ids]
+        return self._store.rows(call.layer, ids)
 
     def _groups(self, call: Call, x_TK: Tensor, payloads: Sequence[Payload]) -> Tensor:
         order, ends = map(self._here, merge([ends for _, ends in payloads], [len(rows) for rows, _ in payloads]))
@@ -100,11 +100,11 @@ class CellOps:
         return torch.empty_like(sorted_TN).index_copy_(0, order, sorted_TN)
 
     def _norms(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
-        weight, kind = self._store.weights[call.layer], self._store.manifest[call.layer].kind
-        return box, norms(weight, kind, TORCH_DTYPE[call.dtype], box[0])
+        kind = self._store.manifest[call.layer].kind
+        return box, norms(self._store.whole(call.layer), kind, TORCH_DTYPE[call.dtype], box[0])
 
     def _read(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
-        return box, self._store.matrix(call.layer, call.op, call.view)[box]
+        return box, self._operand(call, *box)
 
     def _echo(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
         return box, payload[0].reshape(-1)[box]

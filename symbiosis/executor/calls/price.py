@@ -93,13 +93,13 @@ def products_of_bytes(dtype: str) -> int:
 
 
 def _converted(call: Call, store: Store) -> int:
-    """Return how many values of matrices must be converted or copied before they are multiplied."""
+    """Return how many values of matrices must be made whole, converted or copied before they are multiplied."""
     if call.dtype in WEIGHT_BITS:  # bytes are converted to whatever torch multiplies
         return sum(K * N for K, N in _matrices(call, store))
     return sum(
         prod(matrix.shape[matrix.stride(0) == 0 and matrix.dim() == 3 :])
-        for matrix in (store.matrix(layer, call.op, call.view) for layer in call.layers)
-        if call.dtype != store.manifest[call.layer].dtype or not _lies_well(matrix)
+        for layer, matrix in ((layer, store.matrix(layer, call.op, call.view)) for layer in call.layers)
+        if layer in store.packed or call.dtype != store.manifest[call.layer].dtype or not _lies_well(matrix)
     )
 
 

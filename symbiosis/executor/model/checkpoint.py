@@ -23,6 +23,8 @@ REACH_S = 3.0  # longest wait for the hub to accept a connection
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 LONGEST_HEADER = 100 << 20  # bytes; the limit of safetensors
 AT_ONCE = 1 << 30  # bytes of whole tensors that a rank with a part of each holds while it loads
+PACKED_BITS = {"int8": 8.0, "fp8": 8.0, "nf4": 4.13}  # of a value, its scales included
+WHOLE = ("embed", "wte", "wpe", "lm_head", "norm")  # in the names of what `quantize` leaves as it is
 BITS = re.compile(r"\d+")
 
 
@@ -117,15 +119,22 @@ def weight_files(folder: Path) -> list[Path]:
         raise ConfigError(f"cannot load {str(folder)!r}: {index.name} is damaged, copy it again") from None
 
 
-def weights_nbytes(files: list[Path], dtype_bits: int | None = None, integers: tuple[int, ...] = ()) -> int:
-    """Return the bytes that all tensors take, as stored or with floats of `dtype_bits`, and those of the integer copies of matrices.
+def weights_nbytes(
+    files: list[Path], dtype_bits: int | None = None, integers: tuple[int, ...] = (), quantize: str | None = None
+) -> int:
+    """Return the bytes that all tensors take, as stored or with floats of `dtype_bits`, and those of the integer copies of matrices. With
+    `quantize`, matrices take what they take packed, but for embeddings and heads.
 
-    >>> weights_nbytes(weight_files(DEMO_MODEL)) < weights_nbytes(weight_files(DEMO_MODEL), integers=(8,))
-    True
+    >>> sizes = [weights_nbytes(weight_files(DEMO_MODEL), quantize=how) for how in ("nf4", "int8", None)]
+    >>> sizes == sorted(sizes), sizes[2] < weights_nbytes(weight_files(DEMO_MODEL), integers=(8,))
+    (True, True)
     """
     total = 0
-    for kind, shape in (tensor for file in files for tensor in tensors(file)):
-        total += nbytes_of(kind, shape, dtype_bits)
+    for name, kind, shape in (tensor for file in files for tensor in tensors(file)):
+        if quantize and len(shape) > 1 and "F" in kind and not any(word in name for word in WHOLE):
+            total += int(math.prod(shape) * PACKED_BITS[quantize]) // 8 + 4 * math.prod(shape[:-1])
+        else:
+            total += nbytes_of(kind, shape, dtype_bits)
         total += sum(math.prod(shape) * more // 8 for more in integers if "F" in kind and len(shape) > 1)
     return total
 
@@ -136,13 +145,14 @@ def nbytes_of(kind: str, shape: list[int], dtype_bits: int | None = None) -> int
     >>> nbytes_of("F32", [2, 3]), nbytes_of("F32", [2, 3], 16), nbytes_of("I64", [2, 3], 16)
     (24, 12, 48)
     """
-    bits = dtype_bits if dtype_bits and "F" in kind else int((BITS.search(kind) or ["8"])[0])
+    is_cast = dtype_bits and "F" in kind and not kind.startswith("F8")  # codes stay as they are
+    bits = dtype_bits if is_cast else int((BITS.search(kind) or ["8"])[0])
     return math.prod(shape) * bits // 8
 
 
-def tensors(file: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield the dtype (F32, BF16, I64, ...) and shape of each tensor, from the file's header."""
-    yield from ((tensor.dtype, tensor.shape) for tensor in header(file)[0].values())
+def tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield the name, dtype (F32, BF16, I64, ...) and shape of each tensor, from the file's header."""
+    yield from ((name, tensor.dtype, tensor.shape) for name, tensor in header(file)[0].items())
 
 
 def check_whole(file: Path) -> None:

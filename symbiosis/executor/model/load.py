@@ -1,6 +1,6 @@
 """Loads the base model that an executor serves: a directory, a hub id, or the bundled demo model."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,24 @@ from symbiosis.base.dtypes import check_dtype
 from symbiosis.base.layer_selection import HEADS
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL, MODEL, check_whole, path_of, weight_files
-from symbiosis.executor.model.part import load_part
-from symbiosis.executor.model.quantisation import check_format
+from symbiosis.executor.model.part import load_packed, load_packing, load_part
+from symbiosis.executor.model.quantisation import KEYS, check_format, shown_method, told_quantisation
 
 __all__ = ["DEMO_MODEL", "load_config", "load_model", "model_class", "structure", "torch_dtype"]
 
 MOST_LAYERS = 10_000  # of a model: to build very many takes for ever
 
 
-def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhere: Collection[str] = ()) -> nn.Module:
+def load_model(
+    name: str,
+    dtype: str | None = None,
+    device: str = "cpu",
+    elsewhere: Collection[str] = (),
+    quantize: str | None = None,
+    serve: Sequence[str] = (),
+) -> nn.Module:
     """Load the model as its own class builds it, so that its layers have the names that clients see. The parameters and buffers that are
-    `elsewhere` are not read, and stay on the meta device.
+    `elsewhere` are not read, and stay on the meta device. With `quantize`, the weights that these patterns `serve` are packed as they are read.
 
     >>> type(load_model("demo")).__name__
     'LlamaForCausalLM'
@@ -30,9 +37,21 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhe
     config, path = load_config(name), path_of(name)
     for file in weight_files(path) if path else ():
         check_whole(file)  # the last of many files may be cut short: say so before the first is read
+    quantised = _without_quantisation(config)
+    if quantised and quantize:
+        raise ConfigError(
+            f"--quantize {quantize}: the weights of {name!r} are quantised by {shown_method(quantised)} already"
+        )
     try:
         kind, words = model_class(config), {"config": config, "dtype": torch_dtype(dtype)}
-        if elsewhere:
+        if quantised and dtype is None:  # else it would be that of the codes
+            words["dtype"] = config.dtype or torch.bfloat16
+        if quantised:
+            model, told = load_packed(kind, path or name, device, name, quantised, **words)
+            model.config.quantization_config = quantised
+        elif quantize:
+            model, told = load_packing(kind, path or name, device, quantize, serve, **words)
+        elif elsewhere:
             model, told = load_part(kind, path or name, device, elsewhere, **words)
         else:
             model, told = kind.from_pretrained(path or name, use_safetensors=True, output_loading_info=True, **words)
@@ -47,7 +66,7 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhe
     except (ArithmeticError, ImportError, LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise _not_built(name, error) from error
     _check_complete(name, told["missing_keys"])
-    if elsewhere:  # it is on its device, as far as it is read
+    if elsewhere or quantised or quantize:  # it is on its device, as far as it is read
         return model.eval()
     try:
         return model.eval().to(device)
@@ -93,6 +112,15 @@ def _parts(config: transformers.PreTrainedConfig) -> Iterator[transformers.PreTr
             yield from _parts(part)
 
 
+def _without_quantisation(config: transformers.PreTrainedConfig) -> dict[str, Any] | None:
+    """Take from a configuration what it says of quantised weights, so that transformers builds a model of whole ones. Return it."""
+    told = told_quantisation(config.to_dict())
+    for part in _parts(config):
+        for key in KEYS:
+            part.__dict__.pop(key, None)
+    return told
+
+
 def _not_built(name: str, error: Exception) -> ConfigError:
     return ConfigError(f"transformers cannot load {name!r}: {type(error).__name__}: {_in_a_line(error)}")
 
@@ -104,6 +132,7 @@ def _in_a_line(error: Exception) -> str:
 def structure(name: str, dtype: str | None = None) -> nn.Module:
     """Build the model on the meta device, without its weights."""
     config = load_config(name)
+    _without_quantisation(config)
     words = {} if dtype is None else {"dtype": torch_dtype(dtype)}
     with torch.device("meta"):
         model: nn.Module = model_class(config)._from_config(config, **words)

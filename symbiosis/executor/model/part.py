@@ -1,20 +1,31 @@
-"""Loads a rank's part of a checkpoint: `from_pretrained`, except that what other ranks hold is neither read nor given memory.
+"""Loads a part of a checkpoint, or packed weights: `from_pretrained`, except that what other ranks hold is neither read nor given memory, and
+that whole weights do not lie beside packed ones.
 
 It stands on private names of transformers, tried with 5.24: `_load_pretrained_model` and `_finalize_model_loading` of a model's class,
 which take a map of devices, and `[...]` and `.to` of the tensors in a lazy state dict.
 """
 
-from collections.abc import Collection
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import core_model_loading
 
+from symbiosis.executor.model.packed_checkpoint import QuantisedFiles
+from symbiosis.executor.model.packed_tensor import PackedTensor
+from symbiosis.executor.model.store import served_entries
+from symbiosis.kernels.packed import PackedWeight
+from symbiosis.kernels.packing import pack, packs
+from symbiosis.transport.fingerprint import digest
 from symbiosis.transport.tensors import CPU
 
+ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # has transformers read a tensor when it is its turn
 META = torch.device("meta")
 
 
@@ -35,6 +46,82 @@ class UnreadTensor:
         return read.to(device=device, dtype=dtype)
 
 
+class UnreadPacked:
+    """A packed weight, which becomes a tensor when it goes to a device."""
+
+    def __init__(self, packed: PackedWeight) -> None:
+        self._packed = packed
+
+    def __getitem__(self, whole: Any) -> "UnreadPacked":
+        return self
+
+    def to(self, device: Any = CPU, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight as a tensor of this dtype."""
+        packed = self._packed
+        return PackedTensor(
+            packed if packed.device == device else packed.with_parts(lambda part: part.to(device)), dtype
+        )
+
+
+def load_packed(
+    kind: Any, checkpoint: Any, device: str, name: str, told: Mapping[str, Any], **words: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a quantised model of the class `kind`, whose packed weights are `PackedTensor`s. Return what `from_pretrained` tells of it, too."""
+
+    def load(model: nn.Module, state: Any, files: list[str], how: Any, *more: Any) -> Any:
+        with ExitStack() as opened:
+            found = QuantisedFiles(name, list(map(Path, files)), told, opened)
+            lazy: dict[str, Any] = {key: UnreadTensor(found.lazy(key)) for key in found.others}
+            lazy |= {key: UnreadPacked(packed) for key, packed in found.packed.items()}
+            return kind._load_pretrained_model(model, lazy, files, replace(how, device_map={"": device}), *more)
+
+    return _from_pretrained(kind, checkpoint, load, {"": device}, words)
+
+
+def load_packing(
+    kind: Any, checkpoint: Any, device: str, quantize: str, serve: Sequence[str], **words: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a model of floats of the class `kind`, and pack each weight that is served when it is read. Return what `from_pretrained` tells of
+    it, too."""
+
+    def load(model: nn.Module, state: Any, files: list[str], how: Any, *more: Any) -> Any:
+        served = {entry.key for entry in served_entries(model, serve) if packs(tuple(entry.tensor.shape), quantize)}
+
+        def packed(name: str, value: Tensor) -> Tensor:
+            if name not in served:
+                return value
+            weight = replace(pack(value, quantize), source=digest(value))
+            return PackedTensor(weight, value.dtype)
+
+        with ExitStack() as opened, _each_weight(packed):
+            lazy: dict[str, UnreadTensor] = {}
+            for file in files:
+                held = opened.enter_context(safe_open(file, framework="pt"))
+                lazy |= {name: UnreadTensor(held.get_slice(name)) for name in held.keys()}  # noqa: SIM118  (no mapping)
+            return kind._load_pretrained_model(model, lazy, files, replace(how, device_map={"": device}), *more)
+
+    return _from_pretrained(kind, checkpoint, load, {"": device}, words)
+
+
+@contextmanager
+def _each_weight(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Have transformers' loader read one weight after another, and put what `change` makes of each into the model, in the block."""
+    put, before = core_model_loading.set_param_for_module, os.environ.get(ONE_BY_ONE)
+
+    def put_changed(model: Any, name: str, value: Any, *rest: Any, **words: Any) -> None:
+        put(model, name, change(name, value), *rest, **words)
+
+    core_model_loading.set_param_for_module = put_changed
+    os.environ[ONE_BY_ONE] = "1"
+    try:
+        yield
+    finally:
+        core_model_loading.set_param_for_module = put
+        os.environ.pop(ONE_BY_ONE)
+        if before is not None:
+            os.environ[ONE_BY_ONE] = before
+
+
 def load_part(
     kind: Any, checkpoint: Any, device: str, elsewhere: Collection[str], **words: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -42,15 +129,24 @@ def load_part(
     `from_pretrained` tells of it, too."""
     places = {"": device, **dict.fromkeys(elsewhere, "meta")}
 
+    def load(model: nn.Module, state: Any, files: list[str], how: Any, *more: Any) -> Any:
+        with ExitStack() as opened:
+            lazy: dict[str, UnreadTensor] = {}
+            for file in files:
+                held = opened.enter_context(safe_open(file, framework="pt"))
+                lazy |= {name: UnreadTensor(held.get_slice(name)) for name in held.keys()}  # noqa: SIM118  (no mapping)
+            return kind._load_pretrained_model(model, lazy, files, replace(how, device_map=places), *more)
+
+    return _from_pretrained(kind, checkpoint, load, places, words)
+
+
+def _from_pretrained(
+    kind: Any, checkpoint: Any, load: Callable[..., Any], places: dict[str, str], words: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Call `from_pretrained` with another way to load the weights, and a map of devices."""
+
     class OfRank(kind):  # type: ignore[misc]
-        @staticmethod
-        def _load_pretrained_model(model: nn.Module, state: Any, files: list[str], how: Any, *more: Any) -> Any:
-            with ExitStack() as opened:
-                lazy: dict[str, UnreadTensor] = {}
-                for file in files:
-                    held = opened.enter_context(safe_open(file, framework="pt"))
-                    lazy |= {name: UnreadTensor(held.get_slice(name)) for name in held.keys()}  # noqa: SIM118  (no mapping)
-                return kind._load_pretrained_model(model, lazy, files, replace(how, device_map=places), *more)
+        _load_pretrained_model = staticmethod(load)
 
         @staticmethod
         def _finalize_model_loading(model: nn.Module, how: Any, info: Any) -> Any:

@@ -8,15 +8,14 @@ from typing import Any
 from symbiosis.errors import ConfigError
 
 KEYS = ("quantization_config", "compression_config")
-WHOLE = (
-    "AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=FineGrainedFP8Config(dequantize=True))"
-    ".save_pretrained(FOLDER)"
+COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+READ = (
+    "bitsandbytes (int8, nf4, fp4), fp8 (in blocks or by rows), compressed-tensors (8 bits, or packed integers of 4), "
+    "gptq and awq (4 bits)"
 )
 # What makes the weights whole, by quant_method; else where they came from has them.
 REMEDIES = {
-    "bitsandbytes": "AutoModelForCausalLM.from_pretrained(MODEL).dequantize().save_pretrained(FOLDER)",
-    "fp8": WHOLE,
-    "mxfp4": WHOLE.replace("FineGrainedFP8Config", "Mxfp4Config"),
+    "mxfp4": "AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(FOLDER)"
 }
 
 
@@ -40,18 +39,38 @@ def _told(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def check_format(name: str, config: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the weights of the model `name` are quantised in a way that the executor does not read."""
     told = told_quantisation(config)
-    if told is None:
+    if told is None or _is_read(told):
         return
-    method = str(told.get("quant_method", "an unknown method"))
-    remedy = REMEDIES.get(method)
+    remedy = REMEDIES.get(str(told.get("quant_method")))
     how = (
         f"make its weights whole once, by {remedy}, and serve FOLDER"
         if remedy
-        else "serve the checkpoint that it was made of"
+        else "serve the checkpoint that it was made of (with --quantize, if its weights are to be packed)"
     )
     raise ConfigError(
-        f"cannot serve {name!r}: its weights are quantised by {shown_method(told)}, which the executor does not read: {how}"
+        f"cannot serve {name!r}: its weights are quantised by {shown_method(told)}, which the executor does not read: {how}. "
+        f"Read are {READ}"
     )
+
+
+def _is_read(told: Mapping[str, Any]) -> bool:
+    """Whether the executor knows this format."""
+    match told.get("quant_method"):
+        case "bitsandbytes":
+            return True
+        case "fp8":
+            return True
+        case "gptq" | "awq":
+            return told.get("bits", told.get("w_bit", 4)) == 4 and told.get("version", "gemm") == "gemm"
+        case "compressed-tensors":
+            return all(_is_read_scheme(told, scheme) for scheme in told.get("config_groups", {}).values())
+    return False
+
+
+def _is_read_scheme(told: Mapping[str, Any], scheme: Mapping[str, Any]) -> bool:
+    format = scheme.get("format") or told.get("format")
+    bits = 4 if format == "pack-quantized" else 8
+    return format in COMPRESSED and (scheme.get("weights") or {}).get("num_bits") == bits
 
 
 def shown_method(told: Mapping[str, Any]) -> str:
@@ -63,7 +82,9 @@ def shown_method(told: Mapping[str, Any]) -> str:
     method = str(told.get("quant_method", "an unknown method"))
     if method == "bitsandbytes":
         return f"bitsandbytes ({told.get('bnb_4bit_quant_type', 'fp4') if told.get('load_in_4bit') else 'int8'})"
-    more = told.get("format") or (f"blocks of {told['weight_block_size']}" if told.get("weight_block_size") else None)
+    bits = f"{told['bits']} bits" if told.get("bits") else None
+    block = f"blocks of {told['weight_block_size']}" if told.get("weight_block_size") else None
+    more = told.get("format") or block or bits
     return f"{method} ({more})" if more else method
 
 

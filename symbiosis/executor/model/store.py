@@ -7,6 +7,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -14,8 +15,10 @@ from symbiosis.base.keystream import KEY_BYTES, keystream
 from symbiosis.base.layer_names import modules_in_base, parameter_in_base
 from symbiosis.base.layer_selection import choose, head_names, is_in, matches
 from symbiosis.errors import CallError, Code, ConfigError
+from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.kernels.integers import quantise, warm
-from symbiosis.kernels.operand import cast, matrix_of
+from symbiosis.kernels.operand import cast, matrix_of, rows_of
+from symbiosis.kernels.packed import PackedWeight
 from symbiosis.protocol import ELSEWHERE, MAX_DIM, WEIGHT_BITS, Call, Layer, Op, View, outputs_of
 from symbiosis.transport.fingerprint import digest, model_fingerprint
 from symbiosis.transport.local import shared_weights
@@ -36,13 +39,15 @@ class Board(Protocol):
 
 
 class Entry(NamedTuple):
-    """One parameter or persistent buffer: the layer's name and kind, the tensor, its bias, and its name in the model's state dict."""
+    """One parameter or persistent buffer: the layer's name and kind, the tensor, its bias, its name in the model's state dict, and what
+    holds it if it is packed: then the tensor is on the meta device."""
 
     name: str
     kind: str
     tensor: Tensor
     bias: Tensor | None
     key: str
+    packed: PackedWeight | None = None
 
 
 class OnGpus(NamedTuple):
@@ -58,7 +63,7 @@ class OnGpus(NamedTuple):
 
 class Store:
     """The tensors of a base model, by layer index. Weights are never changed and never copied per client. One that lies on the meta device
-    is held by another rank of the service.
+    is held by another rank of the service, or `packed` here.
 
     Served by default: every linear and Conv1D weight and every tensor of experts' matrices, but no head (`choice`). A head's
     gradient shows the labels, tasks train it, and where it is tied to the embedding the client holds it anyway.
@@ -77,11 +82,12 @@ class Store:
         self.model_class = type(model).__name__
         self.weights: list[Tensor] = []
         self.biases: list[Tensor | None] = []
+        self.packed: dict[int, PackedWeight] = {}
         self.manifest: list[Layer] = []
         found = list(entries(model))
         chosen = _choose(found, serve, head_names(model))
         with ThreadPoolExecutor() as pool:
-            digests = list(pool.map(_digest, [entry.tensor for entry in found]))
+            digests = list(pool.map(_digest, found))
         for entry, sha in zip(found, digests, strict=True):
             kind = entry.kind if entry.name in chosen else "client"
             self._add(entry, kind, entry.bias if kind in ("linear", "conv1d") else None, sha)
@@ -90,7 +96,7 @@ class Store:
             self.manifest = board.complete(self.config_json, self.manifest)
         self.fingerprint = model_fingerprint(self.config_json, self.manifest)
         self.device = next((weight.device for weight in self.held), CPU)
-        self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.held}.values())
+        self.nbytes = sum({part.data_ptr(): part.nbytes for part in self.held}.values())
         self._largest = max((prod(layer.shape[-2:]) for layer in self.served()), default=1)
         self.striped: Sequence[BinaryIO] = ()  # the files of all ranks, if every tensor lies in parts in them
         self.on_gpus: OnGpus | None = None  # if every tensor lies in parts in the memory of several GPUs
@@ -109,14 +115,20 @@ class Store:
         self.weights.append(weight)
         self.biases.append(bias)
         shape, dtype = tuple(weight.shape), DTYPE_NAME.get(weight.dtype, str(weight.dtype))
+        packed = entry.packed
+        if packed is not None:
+            self.packed[len(self.manifest)] = packed
+        elif weight.is_meta:
+            kind = ELSEWHERE
         self.manifest.append(
-            Layer(entry.name, ELSEWHERE if weight.is_meta else kind, shape, dtype, sha, bias is not None)
+            Layer(entry.name, kind, shape, dtype, sha, bias is not None, packed.format if packed else "")
         )
 
     @property
     def held(self) -> list[Tensor]:
         """The tensors that lie here, and at no other rank. Do not keep them: the store lets go of each when it moves."""
-        return [weight for weight in self.weights if not weight.is_meta]
+        parts = [part for packed in self.packed.values() for part in packed.parts.values()]
+        return [weight for weight in self.weights if not weight.is_meta] + parts
 
     @property
     def gather_bytes(self) -> int:
@@ -183,7 +195,7 @@ class Store:
         return [number for number, layer in enumerate(self.manifest) if layer.kind in ("linear", "conv1d")]
 
     def _quantised(self, layer: int, bits: int) -> Tensor:
-        return quantise(self.matrix(layer, Op.FORWARD, None), bits)[0]
+        return quantise(matrix_of(self.whole(layer), self.manifest[layer].transposes(Op.FORWARD), None), bits)[0]
 
     def offers(self, layer: int, bits: int) -> bool:
         """Whether integers can be multiplied by this layer's weights of so many bits."""
@@ -191,10 +203,15 @@ class Store:
 
     def linear_weights(self) -> list[Tensor]:
         """Return the weights of the served linear layers, without those of Conv1D layers."""
-        return [weight for weight, layer in zip(self.weights, self.manifest, strict=True) if layer.kind == "linear"]
+        return [
+            weight
+            for weight, layer in zip(self.weights, self.manifest, strict=True)
+            if layer.kind == "linear" and not layer.packed
+        ]
 
     def _matrix(self, layer: int, op: Op, view: View | None) -> Tensor:
-        """Return the matrix that `op` multiplies rows by: a view of the weight, in its own dtype."""
+        """Return the matrix that `op` multiplies rows by: a view of the weight, in its own dtype. Of a packed one it has no values, but shape
+        and strides."""
         weight = self.weights[layer]
         if view is not None:
             _check_view(weight, view)
@@ -211,9 +228,30 @@ class Store:
             digits_DKN = self._digits[layer, WEIGHT_BITS[dtype]]
             return (digits_DKN if op.traits.by_transpose else digits_DKN.transpose(1, 2))[part]
         matrix, wanted = self.matrix(layer, op, view), TORCH_DTYPE[dtype]
+        if layer in self.packed:
+            return self._whole_operand(layer, matrix, wanted, part)
         if part != (...,):
             matrix = matrix[part]
         return matrix if matrix.dtype is wanted else cast(matrix, wanted)
+
+    def _whole_operand(self, layer: int, matrix: Tensor, dtype: torch.dtype, part: tuple[Any, ...]) -> Tensor:
+        """Return a part of a packed layer's matrix in this dtype, with the strides that it has in the whole one. Only the rows of the weight in
+        which it lies are made whole."""
+        wanted = matrix[part] if part != (...,) else matrix
+        rows = rows_of(wanted, self.weights[layer])
+        whole = self.packed[layer].whole(dtype, rows)
+        begin = wanted.storage_offset() - rows.start * whole.shape[1]
+        return whole.as_strided(wanted.shape, wanted.stride(), begin)
+
+    def whole(self, layer: int) -> Tensor:
+        """Return a weight, made whole if it is packed."""
+        weight, packed = self.weights[layer], self.packed.get(layer)
+        return weight if packed is None else packed.whole(weight.dtype).view(weight.shape)
+
+    def rows(self, layer: int, index: Tensor) -> Tensor:
+        """Return some rows of a weight, in its own dtype."""
+        packed = self.packed.get(layer)
+        return self.weights[layer][index] if packed is None else packed.rows(self.weights[layer].dtype, index)
 
     def bias(self, layer: int, dtype: str) -> Tensor | None:
         bias = self.biases[layer]
@@ -242,8 +280,10 @@ def config_json(model: nn.Module) -> str:
     return str(config.to_json_string(use_diff=False)) if isinstance(config, PreTrainedConfig) else "{}"
 
 
-def _digest(tensor: Tensor) -> str:
-    return "" if tensor.is_meta else digest(tensor)
+def _digest(entry: Entry) -> str:
+    if entry.packed is not None:
+        return entry.packed.digest()
+    return "" if entry.tensor.is_meta else digest(entry.tensor)
 
 
 def entries(model: nn.Module) -> Iterator[Entry]:
@@ -259,7 +299,9 @@ def entries(model: nn.Module) -> Iterator[Entry]:
             kind = _kind(module, name, tensor)
             bias = getattr(module, "bias", None) if kind in ("linear", "conv1d") else None
             layer = module_name if kind in ("linear", "conv1d", "embedding") else full
-            yield Entry(layer, kind, tensor, None if bias is None else bias.detach().clone(), key)
+            packed = tensor.packed if isinstance(tensor, PackedTensor) else None
+            shown = tensor if packed is None else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            yield Entry(layer, kind, shown, None if bias is None else bias.detach().clone(), key, packed)
 
 
 def _kind(module: nn.Module, name: str, tensor: Tensor) -> str:
@@ -276,6 +318,13 @@ def _kind(module: nn.Module, name: str, tensor: Tensor) -> str:
             return "embedding"
     matrices = tensor.dim() == 3 or (tensor.dim() == 2 and "bias" not in name)  # in a stack, or one below the other
     return "tensor" if matrices and "xpert" in type(module).__name__ else "client"
+
+
+def served_entries(model: nn.Module, serve: Sequence[str]) -> list[Entry]:
+    """Return the linear, Conv1D and expert weights that would be served. The model needs no weights."""
+    found = list(entries(model))
+    chosen = _choose(found, serve, head_names(model))
+    return [entry for entry in found if entry.name in chosen and entry.kind != "embedding"]
 
 
 def check_patterns(model: nn.Module, serve: Sequence[str]) -> None:

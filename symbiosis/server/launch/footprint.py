@@ -31,7 +31,10 @@ def of_executor(options: Options) -> Footprint:
     """Return what an executor takes: its weights lie there once for it and for all programs that map them."""
     found = Footprint({(HOST, "processes"): len(options.places) * EXECUTOR})
     nbytes = weights_nbytes(
-        weight_files(located(str(options.model))), DTYPE_BITS.get(options.dtype or ""), options.integers
+        weight_files(located(str(options.model))),
+        DTYPE_BITS.get(options.dtype or ""),
+        options.integers,
+        options.quantize,
     )
     if not options.on_gpu:
         found[HOST, "weights"] = nbytes

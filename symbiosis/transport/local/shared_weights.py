@@ -35,7 +35,7 @@ def in_file(manifest: Sequence[Layer], served: bool = False) -> list[int]:
         number
         for number, layer in enumerate(manifest)
         if ((layer.kind not in others or layer.name in added) if served else layer.kind == "client")
-        and layer.dtype in ITEMSIZE and 0 not in layer.shape
+        and layer.dtype in ITEMSIZE and 0 not in layer.shape and not layer.packed
     ]  # fmt: skip
 
 

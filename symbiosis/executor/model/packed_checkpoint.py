@@ -1,0 +1,212 @@
+"""Reads the packed weights of a quantised checkpoint, and checks all of them before the model is loaded.
+
+What lies in memory is what lies in the file, except for GPTQ, AWQ and compressed-tensors' integers of 4 bits: these are laid out by rows.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from symbiosis.errors import ConfigError
+from symbiosis.executor.model.quantisation import shown_method
+from symbiosis.kernels.packed import GroupedWeight, PackedWeight, ScaledWeight, TableWeight
+
+STATE = ".quant_state.bitsandbytes__"
+IN_ORDER, AWQ_ORDER = (0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7)
+CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2")  # dtypes of which no plain weight is
+NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
+Parts = Mapping[str, Tensor]  # of one weight, by the ends of their names
+Told = Mapping[str, Any]
+
+
+class QuantisedFiles:
+    """The tensors of a checkpoint: `packed` weights by the names that whole ones would have, and the names of the `others`."""
+
+    def __init__(self, name: str, files: Sequence[Path], told: Told, opened: ExitStack) -> None:
+        """The files stay open as long as `opened`."""
+        self._holders: dict[str, Any] = {}
+        for file in files:
+            holder = opened.enter_context(safe_open(file, framework="pt"))
+            self._holders |= dict.fromkeys(holder.keys(), holder)
+        read, ends = READERS[str(told["quant_method"])]
+        self.packed: dict[str, PackedWeight] = {}
+        used: set[str] = set()
+        problems: list[str] = []
+        for module, keys in self._modules(ends):
+            try:
+                packed = read({end: self.read(key) for end, key in keys.items()}, told)
+                problem = None if packed is None else packed.problem()
+            except (ValueError, KeyError, RuntimeError, TypeError, NotImplementedError) as error:
+                packed, problem = None, f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            if problem is not None:
+                problems.append(f"{module}: {problem}")
+            elif packed is not None:
+                self.packed[f"{module}.weight"] = packed
+                used |= {*keys.values()}
+        self.others = [key for key in self._holders if key not in used]
+        problems += [f"{key}: its scales are missing" for key in self.others if self.lazy(key).get_dtype() in CODES]
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise ConfigError(f"cannot load {name!r}, quantised by {shown_method(told)}: {problems[0]}{more}: copy the files again, or quantise it again")  # fmt: skip
+
+    def read(self, key: str) -> Tensor:
+        """Return a tensor of the files, which lies in them until its values are looked at."""
+        return self._holders[key].get_tensor(key)  # type: ignore[no-any-return]
+
+    def lazy(self, key: str) -> Any:
+        """Return a tensor that is read by `[...]`."""
+        return self._holders[key].get_slice(key)
+
+    def _modules(self, ends: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yield the modules of which a tensor's name has one of these ends, with the names of all their tensors, by end."""
+        marks = {self._module(key, end) for key in self._holders for end in ends if _has_end(key, end)}
+        found: dict[str, dict[str, str]] = {module: {} for module in sorted(marks)}
+        for key in self._holders:
+            for module in _prefixes(key):
+                if module in found:
+                    found[module][key.removeprefix(f"{module}.")] = key
+        yield from found.items()
+
+    def _module(self, key: str, end: str) -> str:
+        return key[: key.rindex(end)].removesuffix(".weight").removesuffix(".")
+
+
+def _has_end(key: str, end: str) -> bool:
+    return key.endswith(end) or (end.endswith("__") and end in key)
+
+
+def _prefixes(key: str) -> Iterable[str]:
+    parts = key.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))
+
+
+def _bitsandbytes(parts: Parts, told: Told) -> PackedWeight | None:
+    state = next((end for end in parts if STATE[1:] in end), None)
+    return _eight_bits(parts) if state is None else _four_bits(parts, state)
+
+
+def _eight_bits(parts: Parts) -> PackedWeight:
+    codes, scb = parts["weight"], parts["SCB"]
+    return ScaledWeight(tuple(codes.shape), "int8", codes, (scb.float() * (1 / 127))[:, None], (1, codes.shape[-1]))
+
+
+def _four_bits(parts: Parts, state: str) -> PackedWeight:
+    meta = json.loads(bytes(parts[state].numpy().tobytes()))
+    nested = "weight.nested_absmax" in parts
+    return TableWeight(
+        tuple(meta["shape"]),
+        meta["quant_type"],
+        parts["weight"].view(torch.uint8),
+        parts["weight.quant_map"].float(),
+        int(meta["blocksize"]),
+        parts["weight.absmax"],
+        parts["weight.nested_absmax"].float() if nested else None,
+        parts["weight.nested_quant_map"].float() if nested else None,
+        int(meta.get("nested_blocksize", 256)),
+        float(meta.get("nested_offset", 0.0)),
+    )
+
+
+def _fine_grained(parts: Parts, told: Told) -> PackedWeight:
+    return _scaled(parts["weight"], parts["weight_scale_inv"], told.get("weight_block_size"))
+
+
+def _compressed(parts: Parts, told: Told) -> PackedWeight:
+    if "weight_packed" in parts:
+        return _pack_quantised(parts, told)
+    zero = parts.get("weight_zero_point")
+    if zero is not None and zero.any():
+        raise ValueError("its zero points are not 0, which is read of integers of 4 bits only")
+    blocks = [scheme.get("weights", {}).get("block_structure") for scheme in told.get("config_groups", {}).values()]
+    return _scaled(parts["weight"], parts["weight_scale"], next(filter(None, blocks), None))
+
+
+def _scaled(codes: Tensor, scale: Tensor, block: Sequence[int] | None) -> PackedWeight:
+    """Return codes with a scale for all, for each row, or for each block."""
+    rows, columns = codes.shape[-2:]
+    if codes.dtype not in NAMES:
+        raise ValueError(f"its weight is of {codes.dtype}, not of int8 or fp8")
+    if scale.numel() == 1:
+        scale = scale.reshape(1, 1).expand(rows, 1).contiguous()
+    elif scale.dim() == 1:
+        scale = scale[:, None]
+    by_blocks = scale.shape[-1] > 1 or (block and scale.shape[-2] != rows)
+    wanted = (int(block[0]), int(block[1])) if block and by_blocks else (1, columns)
+    return ScaledWeight(tuple(codes.shape), NAMES[codes.dtype], codes, scale, wanted)
+
+
+def _pack_quantised(parts: Parts, told: Told) -> PackedWeight:
+    rows, columns = parts["weight_shape"].tolist()
+    scale, packed, order = parts["weight_scale"], parts["weight_packed"], parts.get("weight_g_idx")
+    _must_be(packed, (rows, -(-columns // 8)), "weight_packed")
+    zeros = parts.get("weight_zero_point")
+    zero = torch.full(scale.shape, 8, dtype=torch.uint8) if zeros is None else _nibbles(zeros.t(), rows).t()
+    group = -(-columns // max(1, scale.shape[-1]))
+    size = next((s.get("weights", {}).get("group_size") for s in told.get("config_groups", {}).values()), None) or group
+    index = torch.arange(columns, dtype=torch.int32) // int(size) if order is None or (order < 0).any() else order
+    if scale.shape[-1] == 1:
+        index = torch.zeros(columns, dtype=torch.int32)
+    return _grouped((rows, columns), _nibbles(packed, columns), scale, zero, index)
+
+
+def _gptq(parts: Parts, told: Told) -> PackedWeight:
+    qweight, scales = parts["qweight"], parts["scales"]
+    columns, rows = 8 * qweight.shape[0], qweight.shape[1]
+    _must_be(parts["qzeros"], (scales.shape[0], -(-rows // 8)), "qzeros")
+    zero = _nibbles(parts["qzeros"], rows)
+    if told.get("checkpoint_format", "gptq") == "gptq":  # which keeps the zero point less 1
+        zero = (zero + 1) & 15
+    order = parts.get("g_idx")
+    if order is None:
+        order = torch.arange(columns, dtype=torch.int32) // _group_size(told, columns)
+    return _grouped((rows, columns), _nibbles(qweight.t(), columns), scales.t(), zero.t(), order)
+
+
+def _awq(parts: Parts, told: Told) -> PackedWeight:
+    qweight, scales = parts["qweight"], parts["scales"]
+    columns, rows = qweight.shape[0], 8 * qweight.shape[1]
+    _must_be(parts["qzeros"], (scales.shape[0], qweight.shape[1]), "qzeros")
+    codes, zero = _nibbles(qweight, rows, AWQ_ORDER), _nibbles(parts["qzeros"], rows, AWQ_ORDER)
+    order = torch.arange(columns, dtype=torch.int32) // _group_size(told, columns)
+    return _grouped((rows, columns), codes.t(), scales.t(), zero.t(), order)
+
+
+def _group_size(told: Told, columns: int) -> int:
+    size = int(told.get("group_size", 128))
+    return size if size > 0 else columns
+
+
+def _grouped(shape: tuple[int, int], codes: Tensor, scale: Tensor, zero: Tensor, group: Tensor) -> PackedWeight:
+    """Return integers by rows. `codes` are of 4 bits, one in a byte."""
+    codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2)).contiguous()
+    pairs = codes[:, ::2] | (codes[:, 1::2] << 4)
+    return GroupedWeight(shape, "int4", pairs, scale.contiguous(), zero.contiguous(), group.to(torch.int32))
+
+
+def _nibbles(packed: Tensor, count: int, order: Sequence[int] = IN_ORDER) -> Tensor:
+    """Return the first values of 4 bits in each row of integers of 32 bits, one in a byte."""
+    found = torch.empty(*packed.shape, 8, dtype=torch.uint8)
+    for place, which in enumerate(order):
+        found[..., which] = (packed >> (4 * place)) & 15
+    return found.view(packed.shape[0], -1)[:, :count]
+
+
+def _must_be(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {tuple(tensor.shape)}, and belongs to a weight where it is {shape}")
+
+
+# For each quant_method: what makes a weight of the parts of a module, and the ends of names by which such modules are known.
+READERS: dict[str, tuple[Callable[[Parts, Told], PackedWeight | None], tuple[str, ...]]] = {
+    "bitsandbytes": (_bitsandbytes, (STATE, ".SCB")),
+    "fp8": (_fine_grained, (".weight_scale_inv",)),
+    "compressed-tensors": (_compressed, (".weight_scale", ".weight_packed")),
+    "gptq": (_gptq, (".qweight",)),
+    "awq": (_awq, (".qweight",)),
+}

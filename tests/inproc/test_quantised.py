@@ -1,0 +1,173 @@
+"""Executors of quantised checkpoints, and of checkpoints that they pack: clients are the unsplit model with whole weights, bit for bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import symbiosis
+from symbiosis.errors import ConfigError, WrapError
+from symbiosis.executor.model.load import load_model
+from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
+from tests.quantised import WRITERS, write
+
+PACKS = ("int8", "fp8", "nf4")
+IDS = torch.arange(2 * 24).view(2, 24) % 90
+
+
+def with_values(model: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """Put these values into a model's parameters, in its dtype."""
+    for name, value in values.items():
+        path, _, last = name.rpartition(".")
+        old = model.get_parameter(name)
+        whole = nn.Parameter(value.to(old.dtype).view(old.shape), requires_grad=False)
+        setattr(model.get_submodule(path), last, whole)
+    return model
+
+
+def whole_of(model: Any, executor: symbiosis.Executor) -> nn.Module:
+    """Put what an executor's packed weights stand for into a model."""
+    store = executor.server.store
+    named = dict(model.named_parameters())
+    names = {number: store.manifest[number].name for number in store.packed}
+    assert names
+    return with_values(
+        model, {(n if n in named else f"{n}.weight"): store.whole(number) for number, n in names.items()}
+    )
+
+
+def same(split: Any, unsplit: Any) -> None:
+    """Assert that two models compute the same values, and the same gradients of their inputs."""
+    results = []
+    for model in (split, unsplit):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        x = model.get_input_embeddings()(IDS).detach().requires_grad_()
+        logits = model(inputs_embeds=x).logits
+        logits.float().square().sum().backward()
+        results.append((logits.detach(), x.grad))
+    for of_split, of_unsplit in zip(*results, strict=True):
+        assert torch.equal(of_split, of_unsplit)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantised_checkpoint(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny_llama().to(dtype)
+    values = write(model, tmp_path / "model", name)
+    loaded = load_model(str(tmp_path / "model"))
+    for key, value in values.items():
+        assert torch.equal(loaded.get_parameter(key).whole(), value.to(dtype)), key  # type: ignore[operator]
+    with symbiosis.Executor(str(tmp_path / "model")) as executor:
+        split = symbiosis.from_executor(executor.endpoint)
+        assert "wrapped 14/15" in str(symbiosis.report(split))
+        same(split, with_values(loaded, values))
+        packed = sum(weight.nbytes for weight in executor.server.store.packed.values())
+        assert packed < 0.6 * sum(value.nbytes for value in values.values())
+
+
+@pytest.mark.parametrize("format", PACKS)
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2, tiny_mixtral])
+def test_a_checkpoint_that_is_packed(format: str, make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    model: Any = make()
+    model.save_pretrained(tmp_path)
+    with symbiosis.Executor(str(tmp_path), quantize=format, allow_read=True) as executor:
+        split: Any = symbiosis.from_executor(executor.endpoint)
+        unsplit = whole_of(model, executor)
+        same(split, unsplit)
+        kinds = {layer.packed for layer in executor.server.store.served()}
+        assert kinds == {format}
+        for name, parameter in split.named_parameters():  # reads are whole
+            value = parameter.value() if hasattr(parameter, "value") else parameter
+            assert torch.equal(value, unsplit.get_parameter(name)), name
+        assert torch.equal(
+            split.generate(IDS[:1], max_new_tokens=5, do_sample=False, pad_token_id=0),
+            unsplit.generate(IDS[:1], max_new_tokens=5, do_sample=False, pad_token_id=0),  # type: ignore[operator]
+        )
+
+
+def test_several_calls_are_joined(tmp_path: Path) -> None:
+    """Rows of several clients, in turns: bits do not depend on how a product is cut."""
+    model: Any = tiny_llama()
+    model.save_pretrained(tmp_path)
+    with symbiosis.Executor(str(tmp_path), quantize="int8", max_batch_tokens=16) as executor:
+        split = symbiosis.from_executor(executor.endpoint)
+        same(split, whole_of(model, executor))
+
+
+def test_a_program_wraps_the_checkpoint_that_was_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = tiny_llama()
+    model.save_pretrained(tmp_path)
+    with symbiosis.Executor(str(tmp_path), quantize="nf4") as executor:
+        split = symbiosis.wrap(tiny_llama(), executor.endpoint)
+        assert "packed as nf4" in caplog.text
+        same(split, whole_of(model, executor))
+        other = tiny_llama()
+        other.get_parameter("model.layers.0.mlp.up_proj.weight").data[0, 0] += 1
+        with pytest.raises(WrapError, match="up_proj: the weights differ"):
+            symbiosis.wrap(other, executor.endpoint)
+
+
+def test_what_is_not_served_is_not_packed(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)  # type: ignore[operator]
+    with symbiosis.Executor(str(tmp_path), quantize="int8", serve=("*.mlp.*",)) as executor:
+        layers = executor.server.store.manifest
+        assert {layer.packed for layer in layers if ".mlp." in layer.name} == {"int8"}
+        assert {layer.packed for layer in layers if ".mlp." not in layer.name} == {""}
+
+
+def broken(tensors: dict[str, Tensor], key: str, change: Callable[[Tensor], Tensor | None]) -> None:
+    key = next(name for name in tensors if name.endswith(key))
+    value = change(tensors.pop(key))
+    if value is not None:
+        tensors[key] = value.contiguous()
+
+
+def spoilt(tensor: Tensor, value: float) -> Tensor:
+    tensor = tensor.clone()
+    tensor.view(-1)[0] = value
+    return tensor
+
+
+BAD: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
+    "a scale that is NaN": ("fp8 blocks", "weight_scale_inv", lambda t: spoilt(t, float("nan")), "NaN or infinite"),
+    "scales of 0": ("int8 rows", "weight_scale", torch.zeros_like, "scales are 0"),
+    "no scale": ("int8 rows", "weight_scale", lambda t: None, "its scales are missing"),
+    "too few scales": ("fp8 blocks", "weight_scale_inv", lambda t: t[:1], "do not make a weight of"),
+    "too few codes": ("nf4 nested", "q_proj.weight", lambda t: t[:-1], "do not make a weight of"),
+    "no packed scales": ("nf4 nested", "nested_absmax", lambda t: t[:-1], "packed scales need"),
+    "no table": ("nf4", "quant_map", lambda t: None, "lacks 'weight.quant_map'"),
+    "zeros of another weight": ("gptq", "qzeros", lambda t: t[:, :1], "qzeros is"),
+    "a group that is not there": ("gptq", "g_idx", lambda t: spoilt(t, 99), "columns are said to be in groups"),
+    "a part of another dtype": (
+        "int8 bitsandbytes",
+        "q_proj.weight",
+        lambda t: t.float(),
+        "q_proj: codes of torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_damaged_checkpoint_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    format, key, change, message = BAD[name]
+    write(tiny_llama(), tmp_path / "model", format)
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    broken(tensors, key, change)
+    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=message):
+        symbiosis.Executor(str(tmp_path / "model"))
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    write(tiny_llama(), tmp_path / "model", "fp8 rows")
+    with pytest.raises(ConfigError, match="compressed-tensors .float-quantized. already"):
+        symbiosis.Executor(str(tmp_path / "model"), quantize="int8")
+    with pytest.raises(ConfigError, match="quantize is for models that the executor loads"):
+        symbiosis.Executor(tiny_llama(), quantize="int8")
