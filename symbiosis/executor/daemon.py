@@ -162,7 +162,7 @@ def memory_plan(store: Store, options: Options) -> dict[str, int]:
     nbytes = {"weights": store.nbytes, "session_at_most": 2 * options.max_call_bytes, "free": free_memory()}
     if store.on_gpu:
         left, gpu_bytes = torch.cuda.mem_get_info(options.device)
-        kept = headroom_bytes(store.held, options.max_batch_tokens, gpu_bytes)
+        kept = headroom_bytes(store.shapes, options.max_batch_tokens, gpu_bytes)
         if store.gather_bytes:
             nbytes["gather_buffers"] = store.gather_bytes
         nbytes |= {"gpu_headroom": kept, "gpu_free": max(0, left - kept), "gpu_session_at_least": FIRST_SEGMENT}

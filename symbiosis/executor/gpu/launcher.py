@@ -84,9 +84,9 @@ class Launcher:
             )
             self.shares_time = shares_time(self.device)
             self._has_few_rows = not self.shares_time and _loaded(self._store.linear_weights())
-        if any(weight.dim() == 2 for weight in self._store.held):
-            self._pace = GpuTiming(self._store.held)
-        keep_headroom(self._store.held, self._most_rows, self.device)
+        if whole := [weight for weight in self._store.weights if weight.dim() == 2 and not weight.is_meta]:
+            self._pace = GpuTiming(whole)
+        keep_headroom(self._store.shapes, self._most_rows, self.device)
         log(logging.INFO, "the GPU is ready", seconds=round(perf_counter() - begun, 1))
 
     @property
@@ -158,7 +158,7 @@ class Launcher:
     def _few_rows(self, call: Call, rows: int) -> "FewRowsKernel | None":
         """Return the kernel that makes a product of so many rows in one go, or None if there is none for these weights. It rounds in its own
         way."""
-        if not self._has_few_rows or call.op is not Op.FORWARD:
+        if not self._has_few_rows or call.op is not Op.FORWARD or not self._store.packed.keys().isdisjoint(call.layers):
             return None
         from symbiosis.kernels.gpu.few_rows import FewRowsKernel, padded, takes
 

@@ -131,6 +131,11 @@ class Store:
         return [weight for weight in self.weights if not weight.is_meta] + parts
 
     @property
+    def shapes(self) -> list[Tensor]:
+        """The weights that lie here; packed ones without their values, on the meta device."""
+        return [weight for number, weight in enumerate(self.weights) if number in self.packed or not weight.is_meta]
+
+    @property
     def gather_bytes(self) -> int:
         """The bytes of buffers for weights that are gathered from other GPUs."""
         return self.on_gpus.gather_bytes if self.on_gpus else 0
