@@ -30,10 +30,12 @@ from symbiosis.client.weights.remote_view import Handle
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.client.wrap_warnings import warn_of_differences, warn_of_heads, warn_when_trained
 from symbiosis.errors import Code, WrapError
+from symbiosis.kernels.of_bitsandbytes import packed_of
+from symbiosis.kernels.packed import CODES, PackedWeight
 from symbiosis.protocol import Layer
 from symbiosis.protocol.endpoints import default_endpoints
 from symbiosis.transport.fingerprint import digest
-from symbiosis.transport.tensors import DTYPE_NAME
+from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 logger = logging.getLogger("symbiosis")
 Model = TypeVar("Model", bound=nn.Module)
@@ -132,6 +134,10 @@ def attach(
         raise WrapError(
             f"privacy= and verify= need an executor that holds all layers, and {session.endpoint} is a service whose ranks divide them"
         )
+    if private and any(packed_of(parameter_of(places[0])) is not None for places, _ in plan):
+        raise WrapError(
+            "privacy= and verify= need the weights of floats: load this model without a quantization_config"
+        )
     if private:
         heads = head_names(base_model(model))
         plan = _without(plan, report, session.manifest, "private", partial(_can_be_masked, heads))
@@ -224,6 +230,9 @@ def _session(endpoint: str | Sequence[str], privacy: Privacy | str | None, verif
 def check_same(place: ParameterSite, layer: Layer) -> None:
     """Check that the client's tensor is the executor's, bit for bit. If it is not, the client was built for another model."""
     tensor = parameter_of(place)
+    if (packed := packed_of(tensor)) is not None:
+        _check_same_packed(packed, layer)
+        return
     dtype = DTYPE_NAME.get(tensor.dtype)
     if dtype != layer.dtype:
         raise WrapError(
@@ -239,12 +248,39 @@ def check_same(place: ParameterSite, layer: Layer) -> None:
         )
 
 
+def _check_same_packed(packed: PackedWeight, layer: Layer) -> None:
+    """Check that the client's packed weight is the executor's."""
+    if packed.format != layer.packed:
+        theirs = f"packed as {layer.packed}" if layer.packed else "whole"
+        raise WrapError(
+            f"{layer.name}: this model's weights are packed as {packed.format}, the executor's are {theirs}: start it with --quantize "
+            f"{packed.format}, or with the quantised checkpoint, or load this model without a quantization_config",
+            Code.WRONG_MODEL,
+        )
+    if layer.packed_digest not in (packed.digest(), packed.digest(CODES)):
+        raise WrapError(
+            f"{layer.name}: the packed weights differ from the executor's: this is another checkpoint or revision, or it was packed "
+            "otherwise",
+            Code.WRONG_MODEL,
+        )
+
+
+def _dtype_of(place: ParameterSite, layer: Layer) -> torch.dtype:
+    """Return the dtype of the rows that a parameter multiplies: for packed ones, that in which their layer computes."""
+    parameter = parameter_of(place)
+    if packed_of(parameter) is None:
+        return parameter.dtype
+    return getattr(place.owner, "compute_dtype", None) or TORCH_DTYPE[layer.dtype]
+
+
 def replace(
     places: list[ParameterSite], handle: Handle, biases: dict[str, str], device: torch.device | None = None
 ) -> None:
     """Put a remote weight where the real one was. `biases`: digests of those that the executor has."""
     old = parameter_of(places[0])
-    parameter = nn.Parameter(RemoteWeight.whole(handle, old.dtype, device or old.device), requires_grad=False)
+    handle.keeps_dtype = packed_of(old) is not None
+    dtype = _dtype_of(places[0], handle.layer)
+    parameter = nn.Parameter(RemoteWeight.whole(handle, dtype, device or old.device), requires_grad=False)
     for place in places:
         owner = place.owner
         owner._parameters[place.name] = parameter

@@ -31,7 +31,7 @@ def warn_of_differences(model: nn.Module, session: Session, report: WrapReport) 
             "; ".join(shapes[:4]),
         )
     packed = sorted({layer.packed for layer in session.manifest if layer.packed and layer.name in report.wrapped})
-    if packed:
+    if packed and not getattr(base_model(model), "is_quantized", False):
         logger.warning(
             "%s holds these weights packed as %s, so results are those of the packed weights, and not of this checkpoint's",
             session.endpoint,

@@ -19,6 +19,9 @@ from torch import Tensor
 PIECE = 1 << 20  # values that are float32 at a time, on a CPU
 PIECE_ON_GPU = 1 << 26
 ALL = slice(None)
+CODES = (
+    "codes",
+)  # the part that is the same wherever a weight is packed: of packed scales a few differ from device to device
 Shape = tuple[int, ...]
 
 
@@ -96,12 +99,13 @@ class PackedWeight:
             f"weights in the format {self.format} are not joined: serve this model in another format"
         )
 
-    def digest(self) -> str:
-        """Return that of the whole weight that it was packed of; else the SHA-256 of the format, the shape and the bytes of all parts."""
-        if self.source:
-            return self.source
-        sha = hashlib.sha256(f"{self.format}|{self.shape}".encode())
-        for name, part in self.parts.items():
+    def digest(self, only: Sequence[str] = ()) -> str:
+        """Return the SHA-256 of everything that makes the weight: format, shape, numbers, and the bytes of all parts; or `only` of its format, shape
+        and these parts."""
+        parts = {name: part for name, part in self.parts.items() if not only or name in only}
+        numbers = [getattr(self, one.name) for one in fields(self) if one.name not in (*self.parts, "source")]
+        sha = hashlib.sha256(repr(numbers[:2] if only else numbers).encode())
+        for name, part in parts.items():
             sha.update(f"|{name}|{tuple(part.shape)}|{part.dtype}|".encode())
             sha.update(part.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
         return sha.hexdigest()

@@ -37,7 +37,8 @@ MOST_RANKS = 64
 
 class Layer(Closed, frozen=True):
     """One tensor of the base model: served (`linear`, `conv1d`, `tensor`, `embedding`), the client's own (`client`), or held by another
-    rank of the service (`elsewhere`), which says what it is. `packed`: the format in which the executor holds it, if it is not whole."""
+    rank of the service (`elsewhere`), which says what it is. `packed`: the format in which the executor holds it, if it is not whole, and
+    the digest of what it holds; `digest` is that of the whole tensor, if that was packed when it was loaded."""
 
     name: Name
     kind: Word
@@ -46,6 +47,7 @@ class Layer(Closed, frozen=True):
     digest: Word
     bias: bool = False
     packed: Word = ""
+    packed_digest: Word = ""
 
     def transposes(self, op: Op) -> bool:
         """Whether `op` multiplies rows by the transpose of this weight."""

@@ -26,7 +26,7 @@ def model_fingerprint(config_json: str, manifest: Iterable[Layer]) -> str:
     """Return one digest of a whole model: its configuration, and each weight's name, shape, dtype and digest."""
     sha = hashlib.sha256(of_the_model(config_json).encode())
     for layer in manifest:
-        packed = f"|{layer.packed}" if layer.packed else ""
+        packed = f"|{layer.packed}|{layer.packed_digest}" if layer.packed else ""
         sha.update(f"{layer.name}|{layer.shape}|{layer.dtype}|{layer.digest}{packed}\n".encode())
     return sha.hexdigest()
 

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.base.layer_names import modules_in_base, parameter_in_base
 from symbiosis.base.layer_selection import choose, excludes, matches
 from symbiosis.errors import WrapError
+from symbiosis.kernels.of_bitsandbytes import packed_of
 from symbiosis.protocol import Layer
 
 OTHER_SHAPE = "its shape"
@@ -107,12 +108,9 @@ def _why_kept(
     tensor = parameter_of(places[0])
     if tensor.requires_grad and some_frozen:
         return "trainable"
-    expected = manifest[served[places[0].layer_name]].shape
-    return (
-        None
-        if tuple(tensor.shape) == expected
-        else f"{OTHER_SHAPE} {tuple(tensor.shape)} is not the executor's {expected}"
-    )
+    expected, packed = manifest[served[places[0].layer_name]].shape, packed_of(tensor)
+    shape = tuple(tensor.shape) if packed is None else packed.shape
+    return None if shape == expected else f"{OTHER_SHAPE} {shape} is not the executor's {expected}"
 
 
 def _candidate(places: list[ParameterSite], served: dict[str, int]) -> ParameterSite:

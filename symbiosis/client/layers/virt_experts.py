@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from symbiosis.client.layers.virt_layer import ORIGINAL, PROXY, is_as_served
+from symbiosis.client.layers.virt_layer import ORIGINAL, PROXY, VirtPackedLinear, is_as_served
 from symbiosis.client.requests import are_tensors_seen, is_watched
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.protocol import Layer
@@ -85,6 +85,8 @@ def proxy_of(module: nn.Module, layer: Layer) -> type[nn.Module]:
     kind: Any = type(module)
     if layer.kind == "tensor" and not isinstance(module, VirtExperts):
         return virtual(kind)
+    if issubclass(kind, nn.Linear) and kind.__module__.startswith("bitsandbytes."):
+        return VirtPackedLinear
     return PROXY.get(kind, kind)
 
 

@@ -338,6 +338,14 @@ class VirtLinear(nn.Linear):
         return remote_product(self, x, weight, bias, self.out_features)
 
 
+class VirtPackedLinear(VirtLinear):
+    """A layer that computes in its weight's dtype, and returns its rows' own, as the packed layers of bitsandbytes do."""
+
+    @torch.jit.ignore
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class VirtConv1D(Conv1D):
     """A transformers `Conv1D` (a linear layer with the weight transposed) whose weight lives in the executor."""
 
@@ -353,4 +361,4 @@ class VirtConv1D(Conv1D):
 
 
 PROXY: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: VirtLinear, Conv1D: VirtConv1D}
-ORIGINAL = {proxy: original for original, proxy in PROXY.items()}
+ORIGINAL = {proxy: original for original, proxy in PROXY.items()} | {VirtPackedLinear: nn.Linear}

@@ -5,7 +5,7 @@ So every view of a remote tensor is another one, and the strides that a matrix p
 
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -56,11 +56,12 @@ class Handle:
     private: Tensor | None = None
     bias: Tensor | None = None  # what the executor adds if it is asked to: a copy that nobody else can reach
     is_frozen: bool = False  # whether the unsplit weight would require no grad
+    keeps_dtype: bool = False  # whether its layer computes in a dtype of its own, whatever the model is cast to
 
     def snapshot(self) -> "Handle":
         """Return the executor's tensor as it is, for what is a copy to the caller: writes to one do not show in the other."""
         assert self.private is None
-        return Handle(self.session, self.index, self.layer, bias=self.bias, is_frozen=self.is_frozen)
+        return replace(self, private=None)
 
     def is_same_tensor(self, other: "Handle") -> bool:
         if self is other:
@@ -72,7 +73,7 @@ class Handle:
         """Return the handle of a private copy: `value` itself if it fills its memory. Strides decide about rounding, so they stay."""
         value = value.detach()
         private = value if is_dense(value) else value.contiguous()
-        return Handle(self.session, self.index, self.layer, private, self.bias, self.is_frozen)
+        return replace(self, private=private)
 
     def is_same_layer(self, other: "Handle") -> bool:
         return self.session is other.session and self.index == other.index
@@ -80,7 +81,7 @@ class Handle:
     def copy(self, memo: dict[int, Any]) -> "Handle":
         if id(self) not in memo:
             private = None if self.private is None else self.private.clone()  # which keeps its strides
-            memo[id(self)] = Handle(self.session, self.index, self.layer, private, self.bias, self.is_frozen)
+            memo[id(self)] = replace(self, private=private)
         return memo[id(self)]
 
 

@@ -47,6 +47,8 @@ class RemoteWeight(RemoteView):
         if not isinstance(value, RemoteWeight) or not self._may_share(value):
             own = self.handle.with_private(self._to_be_written("data=", value))  # views of what was there keep it
             value = RemoteWeight.whole(own, value.dtype, value.device)
+        elif self.handle.keeps_dtype and value.dtype is not self.dtype:
+            return  # as a packed parameter that stays as it is when a model is cast
         elif not value.is_whole and not value.handle.is_same_layer(self.handle) and value.handle.private is None:
             value.privatise("data=")  # a product with a view of another layer would round otherwise
         torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
@@ -206,7 +208,15 @@ class RemoteWeight(RemoteView):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         handle = self.handle
-        parts = handle.session, handle.index, handle.layer, handle.private, handle.bias, handle.is_frozen
+        parts = (
+            handle.session,
+            handle.index,
+            handle.layer,
+            handle.private,
+            handle.bias,
+            handle.is_frozen,
+            handle.keeps_dtype,
+        )
         return _unpickled, (*parts, self.view_of(), self.dtype, self.device, self._is_param)
 
     @classmethod
@@ -271,12 +281,13 @@ def _unpickled(
     private: Tensor | None,
     bias: Tensor | None,
     is_frozen: bool,
+    keeps_dtype: bool,
     view: View,
     dtype: Any,
     device: Any,
     param: bool,
 ) -> RemoteWeight:
-    return _remade(Handle(session, index, layer, private, bias, is_frozen), view, dtype, device, param)
+    return _remade(Handle(session, index, layer, private, bias, is_frozen, keeps_dtype), view, dtype, device, param)
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:

@@ -48,7 +48,7 @@ def load_model(
             words["dtype"] = config.dtype or torch.bfloat16
         if quantised:
             model, told = load_packed(kind, path or name, device, name, quantised, **words)
-            model.config.quantization_config = quantised
+            model.config.quantization_config = quantised  # type: ignore[union-attr]
         elif quantize:
             model, told = load_packing(kind, path or name, device, quantize, serve, **words)
         elif elsewhere:

@@ -111,7 +111,7 @@ def _each_weight(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     def put_changed(model: Any, name: str, value: Any, *rest: Any, **words: Any) -> None:
         put(model, name, change(name, value), *rest, **words)
 
-    core_model_loading.set_param_for_module = put_changed
+    core_model_loading.set_param_for_module = put_changed  # type: ignore[assignment]
     os.environ[ONE_BY_ONE] = "1"
     try:
         yield

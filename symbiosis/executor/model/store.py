@@ -17,8 +17,9 @@ from symbiosis.base.layer_selection import choose, head_names, is_in, matches
 from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.kernels.integers import quantise, warm
+from symbiosis.kernels.of_bitsandbytes import dtype_of, packed_of
 from symbiosis.kernels.operand import cast, matrix_of, rows_of
-from symbiosis.kernels.packed import PackedWeight
+from symbiosis.kernels.packed import CODES, PackedWeight
 from symbiosis.protocol import ELSEWHERE, MAX_DIM, WEIGHT_BITS, Call, Layer, Op, View, outputs_of
 from symbiosis.transport.fingerprint import digest, model_fingerprint
 from symbiosis.transport.local import shared_weights
@@ -120,9 +121,8 @@ class Store:
             self.packed[len(self.manifest)] = packed
         elif weight.is_meta:
             kind = ELSEWHERE
-        self.manifest.append(
-            Layer(entry.name, kind, shape, dtype, sha, bias is not None, packed.format if packed else "")
-        )
+        how = ("", "") if packed is None else (packed.format, packed.digest(CODES) if packed.source else sha)
+        self.manifest.append(Layer(entry.name, kind, shape, dtype, sha, bias is not None, *how))
 
     @property
     def held(self) -> list[Tensor]:
@@ -287,7 +287,7 @@ def config_json(model: nn.Module) -> str:
 
 def _digest(entry: Entry) -> str:
     if entry.packed is not None:
-        return entry.packed.digest()
+        return entry.packed.source or entry.packed.digest()
     return "" if entry.tensor.is_meta else digest(entry.tensor)
 
 
@@ -302,10 +302,14 @@ def entries(model: nn.Module) -> Iterator[Entry]:
                 continue
             seen.add(full)
             kind = _kind(module, name, tensor)
+            if packed_of(tensor) is not None and isinstance(module, nn.Linear):
+                kind = "linear"
             bias = getattr(module, "bias", None) if kind in ("linear", "conv1d") else None
             layer = module_name if kind in ("linear", "conv1d", "embedding") else full
-            packed = tensor.packed if isinstance(tensor, PackedTensor) else None
-            shown = tensor if packed is None else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            packed = tensor.packed if isinstance(tensor, PackedTensor) else packed_of(tensor)
+            shown = (
+                tensor if packed is None else torch.empty(packed.shape, dtype=dtype_of(tensor, model), device="meta")
+            )
             yield Entry(layer, kind, shown, None if bias is None else bias.detach().clone(), key, packed)
 
 
