@@ -109,7 +109,7 @@ class Dispatch:
             session.number, store.fingerprint, store.manifest, store.config_json, store.model_class,
             self.limits, options.allow_read, options.heartbeat_s, f"{platform.node()}:{os.getpid()}",
             integers=options.integers, operator=options.operator, shares_weights=bool(store.files),
-            rank=store.rank, ranks=store.ranks, shard=options.shard if store.ranks > 1 else "",
+            rank=store.rank, ranks=store.ranks, shard=store.shard,
             spread_rows=options.spread_rows, shares=options.all_shares if store.ranks > 1 else (), gpus=store.on_gpus.names if store.on_gpus else (),
             hosts=options.host_of_each, begins=dict(store.on_gpus.begins) if store.on_gpus and options.spread_rows else {},
             build=build(), gpu=self._gpu_name,

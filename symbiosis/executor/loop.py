@@ -14,7 +14,7 @@ import torch
 
 from symbiosis.base.curve_keys import Keyring
 from symbiosis.base.logs import worth_logging
-from symbiosis.errors import Code
+from symbiosis.errors import Code, ConfigError
 from symbiosis.executor.accounts import ServedSession
 from symbiosis.executor.compute.probe import ROWS as PROBED_ROWS
 from symbiosis.executor.compute.probe import seconds_by_kind
@@ -54,6 +54,10 @@ class ExecutorLoop:
 
     def __init__(self, store: Store, options: Options) -> None:
         options.check_device(store.on_gpu)
+        if store.shard not in ("", options.shard):
+            raise ConfigError(
+                f"these ranks hold the model by {store.shard}, and shard says {options.shard}: a model in memory is held by layers"
+            )
         self.store, self.options = store, options
         keyring = Keyring.open(options.key, options.tenants) if options.key and options.tenants else None
         self.reactor = Reactor(self._failed)

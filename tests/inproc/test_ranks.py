@@ -87,6 +87,18 @@ def test_a_client_may_name_any_rank(ids: Tensor) -> None:
             assert torch.equal(symbiosis.from_executor(url)(ids).logits, tiny_llama()(ids).logits)
 
 
+@pytest.mark.parametrize("scheme", ["inproc://parts", "local://{}/parts.sock"])
+def test_ranks_say_how_they_hold_the_model(scheme: str, tmp_path: Path, ids: Tensor, model: Path) -> None:
+    """A client that heard otherwise would ask one rank for what another has."""
+    url = scheme.format(tmp_path)
+    with pytest.raises(ConfigError, match="by layers, and shard says fsdp"), ranks_of(tiny_llama(), url, shard="fsdp"):
+        pass
+    for how in ("layers", "fsdp"):
+        with ranks_of(model, f"{url}.{how}", shard=how) as servers:
+            assert {server.store.shard for server in servers} == {how}
+            assert torch.equal(symbiosis.from_executor(f"{url}.{how}")(ids).logits, tiny_llama()(ids).logits)
+
+
 def test_groups_that_lie_on_one_rank_stay_one_call(ids: Tensor) -> None:
     with ranks_of(tiny_llama(), "inproc://groups"):
         split = symbiosis.from_executor("inproc://groups")

@@ -16,9 +16,10 @@ from tests.inproc.test_training import alone, are_close, batch, gradients, held,
 from tests.ranks import ranks_of
 
 
+@pytest.mark.parametrize("scheme", ["local://{}/a.sock", "inproc://trains{}"])
 @pytest.mark.parametrize("shard", ["layers", "fsdp"])
-def test_two_runs_over_ranks(shard: str, model: Path, tmp_path: Path) -> None:
-    url = f"local://{tmp_path}/a.sock"
+def test_two_runs_over_ranks(shard: str, scheme: str, model: Path, tmp_path: Path) -> None:
+    url = scheme.format(tmp_path)
     with ranks_of(model, url, shard=shard), Engine(url) as engine:
         runs = [engine.create(lora(r=rank), seed=rank) for rank in (2, 5)]
         passes = [run.forward_backward(batch(number)) for number, run in enumerate(runs)]

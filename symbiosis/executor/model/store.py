@@ -136,6 +136,13 @@ class Store:
         return [weight for number, weight in enumerate(self.weights) if number in self.packed or not weight.is_meta]
 
     @property
+    def shard(self) -> str:
+        """How the ranks of a service share the model, as the option says it; "" if there is one."""
+        if self.ranks == 1:
+            return ""
+        return "fsdp" if self.striped or self.on_gpus else "layers"
+
+    @property
     def gather_bytes(self) -> int:
         """The bytes of buffers for weights that are gathered from other GPUs."""
         return self.on_gpus.gather_bytes if self.on_gpus else 0
