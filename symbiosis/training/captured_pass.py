@@ -42,6 +42,7 @@ class PassTables(NamedTuple):
     ranks: int
     groups: frozenset[int]  # of layers, at which adapters act
     backward: bool
+    recomputed: bool  # layers, in the backward pass
 
 
 class CapturedPass:
@@ -73,9 +74,9 @@ class CapturedPass:
             and all(datum.targets.dim() == 1 for work in works for datum in work.data)
         )
 
-    def compute(self, works: Sequence[RunWork], groups: Sequence[SharedRows]) -> bool:
+    def compute(self, works: Sequence[RunWork], groups: Sequence[SharedRows], recomputed: bool) -> bool:
         """Compute a pass, unless it cannot be captured; then nothing has happened."""
-        tables = self._tables(works, groups)
+        tables = self._tables(works, groups, recomputed)
         try:
             with torch.cuda.device(self._device):
                 found, losses = self._captured(*tables).cpu()
@@ -93,7 +94,7 @@ class CapturedPass:
             first = end
         return True
 
-    def _tables(self, works: Sequence[RunWork], groups: Sequence[SharedRows]) -> PassTables:
+    def _tables(self, works: Sequence[RunWork], groups: Sequence[SharedRows], recomputed: bool) -> PassTables:
         data = [datum for work in works for datum in work.data]
         lengths = [len(datum) for datum in data]
         rows = sum(lengths)
@@ -129,6 +130,7 @@ class CapturedPass:
             ranks,
             acting_groups(adapters, groups),
             any(work.backward for work in works),
+            recomputed,
         )
 
     def _places(self, sizes: Sequence[int], most: int, rows: int) -> tuple[Tensor, Tensor]:

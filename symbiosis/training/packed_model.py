@@ -1,8 +1,8 @@
 """A causal language model that trains adapters of several runs in one pass, forward and backward, over frozen weights."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,18 +17,17 @@ from symbiosis.offload.logit_check import agree, logits_alone, place_of, probe_t
 from symbiosis.serving.lora.peft_layers import Skeleton
 from symbiosis.serving.runner.compiled_layers import compile_layers
 from symbiosis.serving.runner.shared_inputs import Group, find_groups
+from symbiosis.training.activations import ActivationPlan, kept_bytes
 from symbiosis.training.captured_pass import CapturedPass, PassTables, acting_groups
-from symbiosis.training.datum import Datum
 from symbiosis.training.losses import slopes
 from symbiosis.training.low_rank import ActingRuns, LowRankSegment, SharedRows
+from symbiosis.training.packed_head import PackedHead, SequencesAtHead, head_kernels
 from symbiosis.training.packing import NAME, CannotPack, Layout, PackLayout, TableLayout, packed_as, register
-from symbiosis.training.row_losses import losses_and_slopes
+from symbiosis.training.recomputed_layers import RecomputedLayers
 from symbiosis.training.run_adapter import RunAdapter
 from symbiosis.training.run_work import RunWork
 
 logger = logging.getLogger("symbiosis")
-LOGITS_BYTES = 1 << 28  # that are there at once
-HEAD_SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping"
 
 
 @dataclass(frozen=True)
@@ -43,19 +42,15 @@ class RunSegment:
 class PackedModel:
     """`model` stays as it is: what is changed is a copy that shares its weights."""
 
-    def __init__(self, model: nn.Module, compiled: bool) -> None:
+    def __init__(self, model: nn.Module, compiled: bool, recompute: bool | None = None) -> None:
         self.device, self.dtype = place_of(model)
-        self.vocabulary: int = text_config(model).vocab_size
         self.longest: int = getattr(text_config(model), "max_position_embeddings", None) or 1 << 30
         self.skeleton = Skeleton(model)
         self._model = self.skeleton.copy(own_biases=False).eval()
         self._modules = dict(self._model.named_modules())
-        self._head = _head_of(self._model)
-        self._head_name = next(name for name, module in self._modules.items() if module is self._head)
-        self._at_head: list[tuple[RunAdapter, int]] = []  # whose rows the head is given, and how many
+        self.head = PackedHead(self._model)
         self._prompts: list[tuple[RunAdapter, int]] = []  # the first row of each prompt of the pass
         self._puts_prompts = False
-        self._is_plain_head = not any(getattr(text_config(model), name, None) for name in HEAD_SCALES)
         self._acting = ActingRuns(torch.zeros((), device=self.device, requires_grad=True))
         self._groups: list[SharedRows] = []
         self._sites: set[str] = set()  # where PEFT's own layers may run
@@ -72,20 +67,24 @@ class PackedModel:
         if self._captured is not None and compiled:
             self._model.get_input_embeddings().register_forward_hook(self._begin_gradients)  # type: ignore[operator, union-attr]
             compile_layers(self._model, text_config(model).num_hidden_layers)
+        self._plan = ActivationPlan(recompute, self.device, self.head.vocabulary, self._kept_bytes)
+        self._recomputed: RecomputedLayers | None = None  # not before they are needed
+        if recompute and not self._can_recompute():
+            raise ConfigError(f"{type(model).__name__} has no layers that can be computed again: leave recompute out")
 
     def add(self, adapter: RunAdapter) -> None:
         """Let an adapter act at its layers."""
-        adapter.low_rank.pop(self._head_name, None)  # the head is given the rows in pieces
+        adapter.low_rank.pop(self.head.name, None)  # the head is given the rows in pieces
         for name in adapter.layers:
-            if name == self._head_name and _draws(adapter.layers[name]):
+            if name == self.head.name and _draws(adapter.layers[name]):
                 raise AdapterError(f"it has dropout at {name}, the head, which is computed twice: leave that out")
-            if name not in self._takes_rows and name != self._head_name:
+            if name not in self._takes_rows and name != self.head.name:
                 raise AdapterError(
                     f"it acts at {name}, which is not given all rows in their order: leave that out of its targets"
                 )
         own = adapter.layers.keys() - adapter.low_rank.keys() - self._sites
         for name in own:
-            runs = self._run_head if name == self._head_name else partial(self._run_layers, name)
+            runs = self.head.run_layers if name == self.head.name else partial(self._run_layers, name)
             self._modules[name].register_forward_hook(runs)
         if adapter.virtual and not self._puts_prompts:
             self._puts_prompts = True
@@ -106,16 +105,25 @@ class PackedModel:
 
     def compute(self, works: Sequence[RunWork]) -> None:
         """Find log probabilities and losses, and add to the gradients of the runs' parameters."""
+        backward = any(work.backward for work in works)
+        rows = sum(work.adapter.virtual + len(datum) for work in works for datum in work.data)
+        again = backward and self._plan.recomputes(rows) and self._can_recompute()
         if (
             (graphs := self._captured) is not None
             and graphs.fits(works, self._usual)
-            and graphs.compute(works, self._usual)
+            and graphs.compute(works, self._usual, again)
         ):
             return
         with torch.compiler.set_stance("force_eager"):  # compiled code does not see hooks
-            self._compute(works)
+            self._compute(works, backward, again)
 
-    def _compute(self, works: Sequence[RunWork]) -> None:
+    def _recomputing(self, again: bool, adapters: Sequence[RunAdapter]) -> AbstractContextManager[None]:
+        if not again:
+            return nullcontext()
+        assert self._recomputed is not None
+        return self._recomputed.acting(self._layout, adapters)
+
+    def _compute(self, works: Sequence[RunWork], backward: bool, again: bool) -> None:
         data = [datum for work in works for datum in work.data]
         owners = [work.adapter for work in works for _ in work.data]
         lengths = [adapter.virtual + len(datum) for adapter, datum in zip(owners, data, strict=True)]
@@ -127,27 +135,26 @@ class PackedModel:
         self._segments = list(_segments(works, layout))
         self._acting.segments = [LowRankSegment(each.rows, each.adapter.low_rank) for each in self._segments]
         self._acting.groups = acting_groups([work.adapter for work in works], self._groups)
-        backward = any(work.backward for work in works)
+        rows = torch.cat(
+            [
+                torch.arange(len(datum)) + first + adapter.virtual - datum.ahead
+                for first, adapter, datum in zip(layout.firsts, owners, data, strict=True)
+            ]
+        )
         try:
-            with torch.set_grad_enabled(backward), packed_as(layout):
-                hidden = self._hidden(layout.inputs(tokens, self.device))
-            rows = torch.cat(
-                [
-                    torch.arange(len(datum)) + first + adapter.virtual - datum.ahead
-                    for first, adapter, datum in zip(layout.firsts, owners, data, strict=True)
-                ]
-            )
-            rows = rows.to(hidden.device)
-            logits = partial(self._logits_of, [(a, len(datum)) for a, datum in zip(owners, data, strict=True)])
-            head = _Head(logits, hidden.detach()[rows], data, self.vocabulary)
-            found = iter(head.logprobs())
-            wanted = [slope for work in works for slope in _finish(work, [next(found) for _ in work.data])]
-            if backward:
-                gradient = head.backward(wanted)
-                if hidden.requires_grad:  # else they act at the head only
-                    hidden.backward(torch.zeros_like(hidden).index_copy(0, rows, gradient))
+            with self._recomputing(again, owners):
+                with torch.set_grad_enabled(backward), packed_as(layout):
+                    hidden = self._hidden(layout.inputs(tokens, self.device))
+                rows = rows.to(hidden.device)
+                head = SequencesAtHead(self.head, hidden.detach()[rows], owners, data)
+                found = iter(head.logprobs())
+                wanted = [slope for work in works for slope in _finish(work, [next(found) for _ in work.data])]
+                if backward:
+                    gradient = head.backward(wanted)
+                    if hidden.requires_grad:  # else they act at the head only
+                        hidden.backward(torch.zeros_like(hidden).index_copy(0, rows, gradient))
         finally:
-            self._prompts, self._at_head = [], []
+            self._prompts = []
             self._segments, self._acting.segments, self._acting.groups = [], (), frozenset()
 
     def _tabled(self, *given: Any) -> Tensor:
@@ -159,38 +166,15 @@ class PackedModel:
         )
         self._acting.groups = tables.groups
         try:
-            with torch.set_grad_enabled(tables.backward), packed_as(self._layout):
-                hidden = self._hidden({"input_ids": tables.ids[None], "position_ids": tables.positions[None]})
-            found, gradient = self._head_rows(hidden.detach(), tables)
-            if tables.backward:
-                hidden.backward(gradient)
+            with self._recomputing(tables.recomputed, ()):
+                with torch.set_grad_enabled(tables.backward), packed_as(self._layout):
+                    hidden = self._hidden({"input_ids": tables.ids[None], "position_ids": tables.positions[None]})
+                found, gradient = self.head.compute_tabled(hidden.detach(), tables)
+                if tables.backward:
+                    hidden.backward(gradient)
         finally:
             self._acting.tables, self._acting.groups = None, frozenset()
         return found
-
-    def _head_rows(self, hidden: Tensor, tables: PassTables) -> tuple[Tensor, Tensor]:
-        """Return log probabilities and losses of the rows, and the gradient of what the head was given, in pieces whose logits fit into memory."""
-        most = max(1, LOGITS_BYTES // (2 * self.vocabulary))
-        count = -(-len(hidden) // most)
-        found, gradients = list[Tensor](), list[Tensor]()
-        for x, targets, kinds, numbers in zip(
-            hidden.chunk(count),
-            tables.targets.chunk(count),
-            tables.kinds.chunk(count),
-            tables.numbers.chunk(count, 1),
-            strict=True,
-        ):
-            leaf = x.requires_grad_(tables.backward)
-            with torch.set_grad_enabled(tables.backward):
-                logits = self._head(leaf[None])[0] if self._is_plain_head else self._logits(leaf)
-            values = logits.detach().contiguous()
-            logprobs, totals = _head_kernels().find(values, targets)
-            losses, slopes = losses_and_slopes(logprobs, kinds, numbers)
-            found.append(torch.stack([logprobs, losses]))
-            if tables.backward:
-                _head_kernels().differentiate_(values, targets, totals, slopes)
-                gradients += torch.autograd.grad(logits, leaf, values)
-        return torch.cat(found, 1), torch.cat(gradients) if gradients else hidden
 
     def _can_be_captured(self) -> bool:
         """Whether tables alone can tell this model's attention who sees whom."""
@@ -204,14 +188,66 @@ class PackedModel:
         try:
             for layout in packed, TableLayout(packed.rows, begins, max(packed.lengths)):
                 with torch.no_grad(), packed_as(layout):
-                    made.append(self._logits(self._hidden(inputs)))
-            _head_kernels().find(made[0].contiguous(), torch.zeros(packed.rows, dtype=torch.long, device=self.device))
+                    made.append(self.head.logits(self._hidden(inputs)))
+            head_kernels().find(made[0].contiguous(), torch.zeros(packed.rows, dtype=torch.long, device=self.device))
         except CannotPack:
             return False
         except Exception as error:  # whatever a GPU without flash attention, or Triton without a compiler, makes of it
             logger.warning("training runs without kernels of its own: %s", error)
             return False
         return agree(made[1], made[0], self.dtype)
+
+    def _can_recompute(self) -> bool:
+        """Whether layers that are computed again have the gradients that they have otherwise. It is tried when it is asked for the first time."""
+        if self._recomputed is not None:
+            return bool(self._recomputed)
+        expected = self._probed_gradient(again=False)
+        self._recomputed = RecomputedLayers(self._model, self._acting.anchor)
+        try:
+            if self._recomputed and agree(self._probed_gradient(again=True), expected, self.dtype):
+                return True
+        except SymbiosisError:
+            raise
+        except Exception:  # noqa: S110  (whatever layers make of it that talk to each other)
+            pass
+        logger.warning(
+            "training: the layers of this model cannot be computed again, so a pass keeps all that it computes"
+        )
+        self._plan.chosen = False
+        return False
+
+    def _probed_gradient(self, again: bool) -> Tensor:
+        """Return the gradient of the embeddings of a short text, without adapters."""
+        text, _ = probe_tokens(self._model)
+        self._layout = layout = PackLayout((len(text),), self.packs)
+        with self._recomputing(again, ()), self._embedded_leaf() as embedded, packed_as(layout), torch.enable_grad():
+            hidden = self._hidden(layout.inputs([torch.tensor(text)], self.device))
+            hidden.backward(torch.ones_like(hidden))
+        gradient = embedded[0].grad
+        assert gradient is not None
+        return gradient
+
+    def _kept_bytes(self, rows: int) -> int:
+        """Return what a pass of so many rows keeps for its backward pass."""
+        ids = torch.arange(rows) % self.head.vocabulary
+        self._layout = layout = PackLayout((rows,), self.packs)
+        with self._embedded_leaf(), packed_as(layout), torch.compiler.set_stance("force_eager"):
+            return kept_bytes(self._model, lambda: self._hidden(layout.inputs([ids], self.device)))
+
+    @contextmanager
+    def _embedded_leaf(self) -> Iterator[list[Tensor]]:
+        """In the block, what the embeddings make has a gradient."""
+        made: list[Tensor] = []
+
+        def begin(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+            made.append(embedded.detach().requires_grad_())
+            return made[-1]
+
+        hook = self._model.get_input_embeddings().register_forward_hook(begin)  # type: ignore[operator]
+        try:
+            yield made
+        finally:
+            hook.remove()
 
     def _run_layers(self, name: str, module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor | None:
         """Run PEFT's layers on the rows of their runs. In a rectangle they are given whole sequences, as they are in a program."""
@@ -241,22 +277,6 @@ class PackedModel:
         values = torch.cat([made[adapter] for adapter, _ in self._prompts])
         return y.flatten(0, 1).index_copy(0, rows.to(y.device), values).view(y.shape)
 
-    def _run_head(self, module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor | None:
-        """Run PEFT's layers at the head on the rows of their runs."""
-        if not any(self._head_name in adapter.layers for adapter, _ in self._at_head):
-            return None
-        parts, at = [], 0
-        for adapter, count in self._at_head:
-            x, own = inputs[0].narrow(1, at, count), y.narrow(1, at, count)
-            acts = self._head_name in adapter.layers
-            parts.append(adapter.run(self._head_name, x, own).to(y.dtype) if acts else own)
-            at += count
-        return torch.cat(parts, 1)
-
-    def _logits_of(self, owners: list[tuple[RunAdapter, int]], piece: slice, hidden: Tensor) -> Tensor:
-        self._at_head = owners[piece]
-        return self._logits(hidden)
-
     def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return what the head is given, [rows, width], whatever the model does before it."""
         kept: list[Tensor] = []
@@ -265,26 +285,12 @@ class PackedModel:
             kept.append(given[0])
             return (given[0][:, :1],)
 
-        hook = self._head.register_forward_pre_hook(keep)
+        hook = self.head.module.register_forward_pre_hook(keep)
         try:
             self._model(**inputs, use_cache=False)
         finally:
             hook.remove()
         return kept[0].flatten(0, 1)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits as the model's own."""
-        logits = self._head(hidden[None])[0].float()
-        config = text_config(self._model)
-        if scale := getattr(config, "logit_scale", None):
-            logits = logits * scale
-        if scaling := getattr(config, "logits_scaling", None):
-            logits = logits / scaling
-        if multiplier := getattr(config, "lm_head_multiplier", None):
-            logits = logits * multiplier
-        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
-            logits = cap * torch.tanh(logits / cap)
-        return logits
 
     def _prepare(self) -> bool:
         """Choose packing, if its logits are proved to be those that each sequence has alone; else rectangles, if theirs are."""
@@ -310,7 +316,7 @@ class PackedModel:
         layout = PackLayout((len(probe_tokens(self._model)[0]),), self.packs)
         inputs = layout.inputs([torch.tensor(probe_tokens(self._model)[0])], self.device)
         with torch.no_grad(), packed_as(layout):
-            return find_groups(self._model, lambda: self._model(**inputs, use_cache=False), self._head)
+            return find_groups(self._model, lambda: self._model(**inputs, use_cache=False), self.head.module)
 
     @contextmanager
     def _finding_layers(self) -> Iterator[None]:
@@ -336,68 +342,10 @@ class PackedModel:
         with torch.no_grad(), packed_as(layout), self._finding_layers():
             hidden = self._hidden(layout.inputs([torch.tensor(text) for text in texts], self.device))
             made = [
-                self._logits(hidden[first : first + len(text)])
+                self.head.logits(hidden[first : first + len(text)])
                 for first, text in zip(layout.firsts, texts, strict=True)
             ]
         return all(agree(mine, alone, self.dtype) for mine, alone in zip(made, expected, strict=True))
-
-
-class _Head:
-    """The head over the rows of a pass, in pieces whose logits fit into memory. Those of a single piece are kept until the backward pass, others
-    are computed again."""
-
-    def __init__(
-        self, logits: Callable[[slice, Tensor], Tensor], hidden: Tensor, data: list[Datum], vocabulary: int
-    ) -> None:
-        self._logits, self._data = logits, data
-        self._pieces = list(_pieces([len(datum) for datum in data], max(1, LOGITS_BYTES // (8 * vocabulary))))
-        self._hidden = hidden.split([sum(len(datum) for datum in data[piece]) for piece in self._pieces])
-        self._kept: tuple[Tensor, list[Tensor]] | None = None
-
-    def logprobs(self) -> list[Tensor]:
-        """Return the log probabilities of each sequence's targets."""
-        found = []
-        for piece, hidden in zip(self._pieces, self._hidden, strict=True):
-            leaf, made = self._made(hidden, piece)
-            found += [each.detach() for each in made]
-            self._kept = (leaf, made) if len(self._pieces) == 1 else None
-        return found
-
-    def backward(self, wanted: list[Tensor]) -> Tensor:
-        """Return the gradient of what the head was given, for these derivatives of the loss by the log probabilities."""
-        gradients: list[Tensor] = []
-        for piece, hidden in zip(self._pieces, self._hidden, strict=True):
-            leaf, made = self._kept or self._made(hidden, piece)
-            torch.autograd.backward(made, [slope.to(leaf.device) for slope in wanted[piece]])
-            assert leaf.grad is not None
-            gradients.append(leaf.grad)
-        return torch.cat(gradients)
-
-    @torch.enable_grad()
-    def _made(self, hidden: Tensor, piece: slice) -> tuple[Tensor, list[Tensor]]:
-        leaf, data = hidden.detach().requires_grad_(), self._data[piece]
-        logits, made = self._logits(piece, leaf), []
-        totals = logits.logsumexp(-1, keepdim=True)
-        lengths = [len(datum) for datum in data]
-        for datum, own, total in zip(data, logits.split(lengths), totals.split(lengths), strict=True):
-            targets = datum.targets.to(own.device)
-            made.append((own.gather(1, targets.view(len(datum), -1)) - total).view(targets.shape))
-        return leaf, made
-
-
-def _pieces(lengths: list[int], most: int) -> Iterator[slice]:
-    """Cut a list of sequences into pieces of at most so many rows, or of one sequence.
-
-    >>> list(_pieces([3, 4, 9, 2], most=8))
-    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
-    """
-    first = rows = 0
-    for number, length in enumerate(lengths):
-        if rows and rows + length > most:
-            yield slice(first, number)
-            first, rows = number, 0
-        rows += length
-    yield slice(first, len(lengths))
 
 
 def _finish(work: RunWork, found: list[Tensor]) -> list[Tensor]:
@@ -422,14 +370,3 @@ def _segments(works: Sequence[RunWork], layout: PackLayout) -> Iterator[RunSegme
 
 def _draws(layer: nn.Module | None) -> bool:
     return layer is not None and any(isinstance(module, nn.Dropout) and module.p for module in layer.modules())
-
-
-def _head_of(model: nn.Module) -> nn.Module:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    if not isinstance(head, nn.Module):
-        raise ConfigError(f"{type(model).__name__} is no causal language model: load one with AutoModelForCausalLM")
-    return head
-
-
-def _head_kernels() -> Any:
-    return with_triton("gpu.token_logprobs")

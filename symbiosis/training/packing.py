@@ -84,11 +84,11 @@ _now = _LayoutOfThread()
 @contextmanager
 def packed_as(layout: Layout) -> Iterator[None]:
     """In the block, models of this thread attend within the sequences of a layout."""
-    _now.layout = layout
+    before, _now.layout = _now.layout, layout
     try:
         yield
     finally:
-        _now.layout = None
+        _now.layout = before
 
 
 @torch.compiler.disable

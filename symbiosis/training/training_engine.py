@@ -53,6 +53,8 @@ class TrainingEngine:
         in_memory: Runs whose adapters and optimizers are in memory, with `state`: idle ones beyond that are in that folder only. Default: 256.
         on_device: Of these, on a GPU: those that were used last. Default: as many as leave an eighth of its memory free.
         wait: How long an executor may take to come up, in seconds; None: as long as it may be away later.
+        recompute: Keep nothing of a layer for the backward pass, and compute it again in that: less memory, a third more time, the same numbers.
+            Default: in passes for which the free memory would not suffice.
         compiled: Compile what lies between products by torch.compile, on a GPU. The first pass takes a minute, then, and those after it are faster.
 
     >>> import symbiosis
@@ -73,6 +75,7 @@ class TrainingEngine:
         in_memory: int | None = None,
         on_device: int | None = None,
         wait: float | None = None,
+        recompute: bool | None = None,
         compiled: bool = False,
     ) -> None:
         limits = {"max_tokens": max_tokens, "max_rank": max_rank, "in_memory": in_memory or 1}
@@ -87,7 +90,7 @@ class TrainingEngine:
         try:
             self._own_model = built(model, {"wait": wait}, priority="train") if isinstance(model, str) else None
             given = model if isinstance(model, nn.Module) else self._own_model
-            self._model = PackedModel(given, compiled)  # type: ignore[arg-type]
+            self._model = PackedModel(given, compiled, recompute)  # type: ignore[arg-type]
         except BaseException:
             if self._folder is not None:
                 self._folder.close()
@@ -183,7 +186,7 @@ class TrainingEngine:
 
     def check(self, data: Sequence[Datum], virtual: int = 0) -> None:
         """Refuse what the model cannot read, behind so many tokens of an adapter's own."""
-        check_tokens(data, self._model.vocabulary, self._model.longest - virtual)
+        check_tokens(data, self._model.head.vocabulary, self._model.longest - virtual)
 
     def put(self, run: Run, command: Command) -> "Future[Any]":
         """Add a command to those of a run; return its future."""

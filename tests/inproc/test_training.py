@@ -54,10 +54,10 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def held(engine: Engine) -> tuple[threading.Event, "threading.Thread"]:
+def held(engine: Engine, holder: Run | None = None) -> tuple[threading.Event, "threading.Thread"]:
     """Have the engine wait, so that what is put meanwhile is there at once."""
     go, begun = threading.Event(), threading.Event()
-    holder = engine.create(lora())
+    holder = engine.create(lora()) if holder is None else holder
 
     def wait() -> None:
         begun.set()
@@ -124,7 +124,7 @@ def test_a_pass_has_so_many_tokens_at_most(most: int) -> None:
 
 
 def test_a_head_whose_logits_do_not_fit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.training.packed_model.LOGITS_BYTES", 8 * 100 * 10)  # ten rows
+    monkeypatch.setattr("symbiosis.training.logit_pieces.LOGITS_BYTES", 8 * 100 * 10)  # ten rows
     run = engine.create(lora(), seed=1)
     run.forward_backward(batch(1, 3)).result(60)
     assert are_close(gradients(run), alone([batch(1, 3)], lora(), 1))

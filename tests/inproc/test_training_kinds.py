@@ -54,7 +54,7 @@ FAMILIES: dict[str, list[Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_is_as_alone(exact: Any, family: str, pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if pieces:
-        monkeypatch.setattr("symbiosis.training.packed_model.LOGITS_BYTES", 8 * 96 * 30)  # thirty rows of the head
+        monkeypatch.setattr("symbiosis.training.logit_pieces.LOGITS_BYTES", 8 * 96 * 30)  # thirty rows of the head
     configs = FAMILIES[family]
     batches = [exact.batches_of(number, 3) for number in range(len(configs))]
     with Engine(exact.build(family)) as engine:

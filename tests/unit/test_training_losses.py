@@ -9,8 +9,8 @@ import torch
 
 from symbiosis.errors import ConfigError
 from symbiosis.training.datum import Datum, check_tokens, sequences
+from symbiosis.training.logit_pieces import sequence_pieces
 from symbiosis.training.losses import check_loss, loss_of, slopes, slopes_of_function
-from symbiosis.training.packed_model import _pieces
 from symbiosis.training.packing import PackLayout
 from symbiosis.training.row_losses import KINDS, losses_and_slopes, row_numbers
 
@@ -158,8 +158,8 @@ def test_layouts() -> None:
 
 
 def test_pieces_have_whole_sequences() -> None:
-    assert [(p.start, p.stop) for p in _pieces([5, 5, 5, 20, 1], 10)] == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert [(p.start, p.stop) for p in _pieces([1], 1)] == [(0, 1)]
+    assert [(p.start, p.stop) for p in sequence_pieces([5, 5, 5, 20, 1], 10)] == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert [(p.start, p.stop) for p in sequence_pieces([1], 1)] == [(0, 1)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LOGITS_BYTES = 1 << 28  # of float32 that are there at once
+from symbiosis.training.logit_pieces import row_pieces
 
 
 def loss_in_pieces(
@@ -22,9 +22,7 @@ def loss_in_pieces(
     """Return the loss of each row of `hidden` [T, H], zero where the target is to be ignored. `head` is a product and no more; `changes` are
     what comes between it and the loss."""
     target = target.to(hidden.device)
-    rows = max(1, LOGITS_BYTES // (4 * vocabulary))
-    rows = rows // 128 * 128 or rows
-    return _LossInPieces.apply(hidden, target, head, _without_cast(changes), rows, ignore_index)  # type: ignore[no-any-return, no-untyped-call]
+    return _LossInPieces.apply(hidden, target, head, _without_cast(changes), vocabulary, ignore_index)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _without_cast(changes: Sequence[Callable[[Tensor], Tensor]]) -> Sequence[Callable[[Tensor], Tensor]]:
@@ -40,15 +38,14 @@ class _LossInPieces(torch.autograd.Function):
         target: Tensor,
         head: Callable[[Tensor], Tensor],
         changes: Sequence[Callable[[Tensor], Tensor]],
-        rows: int,
+        vocabulary: int,
         ignore_index: int,
     ) -> Tensor:
         losses = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         dh_TH = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         kept = target != ignore_index
         target = torch.where(kept, target, 0)[:, None]
-        for first in range(0, len(hidden), rows):
-            piece = slice(first, first + rows)
+        for piece in row_pieces(len(hidden), vocabulary, each=4):
             leaf = hidden[piece].detach()
             with torch.set_grad_enabled(dh_TH is not None):
                 leaf.requires_grad_(dh_TH is not None)
