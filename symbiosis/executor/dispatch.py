@@ -112,7 +112,7 @@ class Dispatch:
             rank=store.rank, ranks=store.ranks, shard=store.shard,
             spread_rows=options.spread_rows, shares=options.all_shares if store.ranks > 1 else (), gpus=store.on_gpus.names if store.on_gpus else (),
             hosts=options.host_of_each, begins=dict(store.on_gpus.begins) if store.on_gpus and options.spread_rows else {},
-            build=build(), gpu=self._gpu_name,
+            build=build(), gpu=self._gpu_name, batch_invariant=options.batch_invariant,
         )  # fmt: skip
 
     def heard(self, peer: Peer) -> None:

@@ -97,7 +97,7 @@ class Welcome(Closed, frozen=True, tag="welcome"):
     """The executor accepts, and says what it serves, under which limits, for which bits of `integers`, who operates it, and whether it
     shares its weights with clients that can map them. It is one `rank` of a service of so many `ranks`, which
     share the model as `shard` says; `begins` tells with which output the part of each rank begins, by layer. With NCCL, the client sends the headers of its calls to `port`, beginning with `token` and where to meet it. `build` is the executor's, `gpu` the UUID of the one GPU
-    that it computes on."""
+    that it computes on; `batch_invariant`: nobody's results depend on other sessions."""
 
     session: int
     fingerprint: Word
@@ -124,6 +124,7 @@ class Welcome(Closed, frozen=True, tag="welcome"):
     begins: Annotated[dict[int, Annotated[tuple[int, ...], Meta(max_length=MOST_RANKS)]], Meta(max_length=1 << 17)] = {}
     build: Word = ""
     gpu: Word = ""
+    batch_invariant: bool = False
 
     @property
     def is_part(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from symbiosis.client.from_executor import built
-from symbiosis.client.weights.remote_weight import close_sessions
+from symbiosis.client.weights.remote_weight import close_sessions, remote_weights
 from symbiosis.errors import Busy, ConfigError
 from symbiosis.training.checkpoint_folders import check_adapter
 from symbiosis.training.command_queue import CommandQueue
@@ -55,6 +55,8 @@ class TrainingEngine:
         wait: How long an executor may take to come up, in seconds; None: as long as it may be away later.
         recompute: Keep nothing of a layer for the backward pass, and compute it again in that: less memory, a third more time, the same numbers.
             Default: in passes for which the free memory would not suffice.
+        batch_invariant: The results of a run are the same bits, whoever else trains: each command is computed by itself. An executor has to be started
+            with `batch_invariant`, too.
         compiled: Compile what lies between products by torch.compile, on a GPU. The first pass takes a minute, then, and those after it are faster.
 
     >>> import symbiosis
@@ -76,6 +78,7 @@ class TrainingEngine:
         on_device: int | None = None,
         wait: float | None = None,
         recompute: bool | None = None,
+        batch_invariant: bool = False,
         compiled: bool = False,
     ) -> None:
         limits = {"max_tokens": max_tokens, "max_rank": max_rank, "in_memory": in_memory or 1}
@@ -90,13 +93,17 @@ class TrainingEngine:
         try:
             self._own_model = built(model, {"wait": wait}, priority="train") if isinstance(model, str) else None
             given = model if isinstance(model, nn.Module) else self._own_model
+            if batch_invariant:
+                _must_be_invariant(given)
             self._model = PackedModel(given, compiled, recompute)  # type: ignore[arg-type]
         except BaseException:
             if self._folder is not None:
                 self._folder.close()
+            if isinstance(model, str) and getattr(self, "_own_model", None) is not None:
+                close_sessions(self._own_model)
             raise
         self._passes = JoinedPasses(self._model, max_tokens)
-        self._most = max_tokens
+        self._together = 0 if batch_invariant else max_tokens  # tokens of commands that are computed together
         here = MANY if state is None else in_memory or IN_MEMORY
         self._residency = Residency(self._made_anew, self._do_again, here, on_device)
         self._runs: dict[str, Run] = {}
@@ -349,7 +356,7 @@ class TrainingEngine:
                     self._changed.wait(None if due is None else due - now)
                     continue
                 until = self._linger_until()
-                lingers = now < until and not self._all_are_back()
+                lingers = now < until and self._together and not self._all_are_back()
                 calls = self._queue.calls()
                 if calls and (lingers or not self._had_calls or not self._queue.has_passes):
                     self._had_calls = True
@@ -358,7 +365,7 @@ class TrainingEngine:
                     self._changed.wait(until - now)
                     continue
                 self._had_calls = False
-                return [], self._taken(self._queue.passes(self._most))
+                return [], self._taken(self._queue.passes(self._together))
 
     def _tell_who_waits_too_long(self, now: float) -> float | None:
         """Return when this is to be asked again."""
@@ -486,6 +493,15 @@ class TrainingEngine:
         for run in dict.fromkeys(runs):
             if run.journal is not None and run.state is not None and run.journal.since and run.journal.is_due:
                 self._residency.tries_to_write(run)
+
+
+def _must_be_invariant(model: Any) -> None:
+    """Refuse executors that join the calls of several sessions."""
+    for session in {weight.handle.session for weight in remote_weights(model)}:
+        if not session.welcome.batch_invariant:
+            raise ConfigError(
+                f"batch_invariant needs products that do not depend on others, and {session.endpoint} joins them: start it with --batch-invariant"
+            )
 
 
 def _opened(engine: TrainingEngine, name: str, journal: RunJournal) -> Run:
