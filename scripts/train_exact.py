@@ -68,6 +68,11 @@ KINDS: dict[str, Callable[[int], PeftConfig]] = {
     "LoRA at the head": lambda r: _of(LoraConfig, r=r, target_modules=["lm_head", "q_proj"]),
     "prompt tuning": lambda r: _of(peft.PromptTuningConfig, num_virtual_tokens=min(r, 8)),
     "P-tuning": lambda r: _of(peft.PromptEncoderConfig, num_virtual_tokens=3, encoder_hidden_size=32),
+    "prefix tuning": lambda r: _of(peft.PrefixTuningConfig, num_virtual_tokens=min(r, 8)),
+    "prefix by an encoder": lambda r: _of(
+        peft.PrefixTuningConfig, num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=32
+    ),
+    "Cartridge": lambda r: _of(peft.CartridgeConfig, num_virtual_tokens=1 + min(r, 8)),
     "saved modules": lambda r: _of(LoraConfig, r=r, target_modules=["q_proj"], modules_to_save=["input_layernorm"]),
 }
 

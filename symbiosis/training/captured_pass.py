@@ -215,7 +215,7 @@ def _numbers(work: RunWork) -> tuple[Tensor, Tensor]:
 def _is_plain(adapter: RunAdapter) -> bool:
     """Whether an adapter is nothing but LoRA that the kernels compute."""
     return (
-        not adapter.virtual
+        bool(adapter.layers)
         and adapter.low_rank.keys() == adapter.layers.keys()
         and all(flat.values.is_cuda and flat.values.dtype == torch.float32 for flat in adapter.flats)
         and all(len(low.a) <= HIGHEST_RANK for low in adapter.low_rank.values())

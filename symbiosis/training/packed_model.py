@@ -19,10 +19,11 @@ from symbiosis.serving.runner.compiled_layers import compile_layers
 from symbiosis.serving.runner.shared_inputs import Group, find_groups
 from symbiosis.training.activations import ActivationPlan, kept_bytes
 from symbiosis.training.captured_pass import CapturedPass, PassTables, acting_groups
+from symbiosis.training.datum import Datum
 from symbiosis.training.losses import slopes
 from symbiosis.training.low_rank import ActingRuns, LowRankSegment, SharedRows
 from symbiosis.training.packed_head import PackedHead, SequencesAtHead, head_kernels
-from symbiosis.training.packing import NAME, CannotPack, Layout, PackLayout, TableLayout, packed_as, register
+from symbiosis.training.packing import NAME, CannotPack, Layout, PackLayout, Prefix, TableLayout, packed_as, register
 from symbiosis.training.recomputed_layers import RecomputedLayers
 from symbiosis.training.run_adapter import RunAdapter
 from symbiosis.training.run_work import RunWork
@@ -86,6 +87,8 @@ class PackedModel:
         for name in own:
             runs = self.head.run_layers if name == self.head.name else partial(self._run_layers, name)
             self._modules[name].register_forward_hook(runs)
+        if adapter.prefix_length:
+            self._prove_prefix(adapter)
         if adapter.virtual and not self._puts_prompts:
             self._puts_prompts = True
             self._model.get_input_embeddings().register_forward_hook(self._put_prompts)  # type: ignore[operator]
@@ -127,7 +130,8 @@ class PackedModel:
         data = [datum for work in works for datum in work.data]
         owners = [work.adapter for work in works for _ in work.data]
         lengths = [adapter.virtual + len(datum) for adapter, datum in zip(owners, data, strict=True)]
-        self._layout = layout = PackLayout(tuple(lengths), self.packs)
+        prefixes = RunPrefixes(owners, backward)
+        self._layout = layout = PackLayout(tuple(lengths), self.packs, prefixes.of_each)
         self._prompts = [
             (adapter, first) for adapter, first in zip(owners, layout.firsts, strict=True) if adapter.virtual
         ]
@@ -153,6 +157,7 @@ class PackedModel:
                     gradient = head.backward(wanted)
                     if hidden.requires_grad:  # else they act at the head only
                         hidden.backward(torch.zeros_like(hidden).index_copy(0, rows, gradient))
+                        prefixes.backward()
         finally:
             self._prompts = []
             self._segments, self._acting.segments, self._acting.groups = [], (), frozenset()
@@ -248,6 +253,29 @@ class PackedModel:
             yield made
         finally:
             hook.remove()
+
+    def _prove_prefix(self, adapter: RunAdapter) -> None:
+        """Refuse an adapter whose prefix has another effect in our attention than in the model's."""
+        text, _ = probe_tokens(self._model)
+        datum = Datum(torch.tensor(text[:-1]), torch.tensor(text[1:]))
+        work = RunWork(adapter, [datum], backward=False)
+        try:
+            if self.packs:
+                with torch.compiler.set_stance("force_eager"):
+                    self._compute([work], backward=False, again=False)
+                logits = logits_alone(adapter.peft.eval(), text[:-1])
+                expected = logits.log_softmax(-1).gather(1, datum.targets[:, None].to(logits.device))[:, 0]
+                if agree(work.found[0], expected, self.dtype):
+                    return
+        except SymbiosisError:
+            raise
+        except Exception as error:  # whatever PEFT and the model make of it
+            raise AdapterError(f"its prefix does not fit this model's attention: {error}") from error
+        finally:
+            adapter.peft.train()
+        raise AdapterError(
+            "its prefix acts inside attention, which this model computes in a way of its own: wrap the model, and train it alone"
+        )
 
     def _run_layers(self, name: str, module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> Tensor | None:
         """Run PEFT's layers on the rows of their runs. In a rectangle they are given whole sequences, as they are in a program."""
@@ -346,6 +374,32 @@ class PackedModel:
                 for first, text in zip(layout.firsts, texts, strict=True)
             ]
         return all(agree(mine, alone, self.dtype) for mine, alone in zip(made, expected, strict=True))
+
+
+class RunPrefixes:
+    """The prefixes of the sequences of a pass. Those of an adapter are made once, and so is the way back from what layers add to their gradients."""
+
+    def __init__(self, owners: Sequence[RunAdapter], backward: bool) -> None:
+        self._made: list[Tensor] = []
+        self._leaves: list[Tensor] = []
+        known: dict[RunAdapter, Prefix | None] = {}
+        with torch.set_grad_enabled(backward):
+            for adapter in dict.fromkeys(owners):
+                layers = [tuple(map(self._leaf, pair)) for pair in adapter.prefix()] if adapter.prefix_length else []
+                known[adapter] = Prefix(adapter.prefix_length, layers) if layers else None  # type: ignore[arg-type]
+        self.of_each = tuple(known[adapter] for adapter in owners)
+
+    def _leaf(self, made: Tensor) -> Tensor:
+        self._made.append(made)
+        self._leaves.append(made.detach().requires_grad_(made.requires_grad))
+        return self._leaves[-1]
+
+    def backward(self) -> None:
+        there = [
+            (made, leaf.grad) for made, leaf in zip(self._made, self._leaves, strict=True) if leaf.grad is not None
+        ]
+        if there:
+            torch.autograd.backward([made for made, _ in there], [slope for _, slope in there])
 
 
 def _finish(work: RunWork, found: list[Tensor]) -> list[Tensor]:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,12 +23,22 @@ class CannotPack(Exception):
     """This model's attention cannot be replaced, or does something else then."""
 
 
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """Keys and values in front of those of a sequence, by layer: [heads, length, size]."""
+
+    length: int
+    layers: Sequence[tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class PackLayout:
-    """Where the sequences of a pass lie: the shape [n, longest] of its tokens, and the first row of each if these are one axis."""
+    """Where the sequences of a pass lie: the shape [n, longest] of its tokens, and the first row of each if these are one axis. A sequence may have
+    a prefix, if they are packed."""
 
     lengths: tuple[int, ...]
     packed: bool
+    prefixes: tuple[Prefix | None, ...] = ()
 
     @property
     def width(self) -> int:
@@ -47,18 +58,20 @@ class PackLayout:
         """Return what the model is called with."""
         if not self.packed:
             return {"input_ids": nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(device)}
-        positions = torch.cat([torch.arange(length) for length in self.lengths])
+        begins = [0 if prefix is None else prefix.length for _, prefix in self._each()]
+        positions = torch.cat([torch.arange(b, b + length) for b, length in zip(begins, self.lengths, strict=True)])
         return {"input_ids": torch.cat(list(sequences))[None].to(device), "position_ids": positions[None].to(device)}
 
-    def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield neighbours of one length: the first row, how many sequences, and how long they are."""
-        first = count = length = 0
-        for each in (*self.lengths, 0):
-            if each != length:
-                if count:
-                    yield first, count, length
-                first, count, length = first + count * length, 0, each
-            count += 1
+    def blocks(self) -> Iterator[tuple[int, int, int, Prefix | None]]:
+        """Yield neighbours of one length and one prefix: the first row, how many sequences, and how long they are."""
+        first = 0
+        for (length, prefix), each in groupby(self._each()):
+            count = len(list(each))
+            yield first, count, length, prefix
+            first += count * length
+
+    def _each(self) -> Iterator[tuple[int, Prefix | None]]:
+        return zip(self.lengths, self.prefixes or (None,) * len(self.lengths), strict=True)
 
 
 @dataclass(frozen=True)
@@ -121,12 +134,15 @@ def _attention(
             raise CannotPack("its attention is none that a table can be told to")
         return _attend_by_table(query[0], key[0], value[0], layout, scaling, sliding_window)[None], None
     parts = []
-    for first, count, length in layout.blocks():
+    for first, count, length, prefix in layout.blocks():
         q, k, v = (
             x[0, :, first : first + count * length].unflatten(1, (count, length)).transpose(0, 1)
             for x in (query, key, value)
         )
-        made = _attend(q, k, v, _window(length, sliding_window, q.device), scaling, softcap, s_aux)
+        if prefix is not None:
+            before = prefix.layers[module.layer_idx]
+            k, v = (torch.cat([p.expand(count, *p.shape), x], 2) for p, x in zip(before, (k, v), strict=True))  # type: ignore[arg-type]
+        made = _attend(q, k, v, _window(length, sliding_window, q.device, k.shape[2]), scaling, softcap, s_aux)
         parts.append(made.transpose(1, 2).flatten(0, 1))  # [count * length, heads, size]
     return torch.cat(parts)[None], None
 
@@ -149,12 +165,13 @@ def _attend_by_table(
     return made
 
 
-def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return who sees whom [length, length], unless each sees all before it."""
-    if window is None or window >= length:
+def _window(length: int, window: int | None, device: torch.device, keys: int) -> Tensor | None:
+    """Return who sees whom [length, keys], unless there are as many keys, and each sees all before it."""
+    if (window is None or window >= keys) and keys == length:
         return None
-    at = torch.arange(length, device=device)
-    return (at <= at[:, None]) & (at > at[:, None] - window)
+    at = torch.arange(keys, device=device)
+    here = at[keys - length :, None]
+    return (at <= here) & (at > here - (window or keys))
 
 
 def _attend(

@@ -7,9 +7,9 @@ from symbiosis.serving.lora.adapter_kinds import refuse_rewritten
 from symbiosis.serving.lora.peft_layers import CANNOT, OPTIONS
 
 PROMPTS = ("PROMPT_TUNING", "P_TUNING")  # embeddings in front of a sequence
+PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # keys and values in front of those of a sequence
 ELSEWHERE = {
     **CANNOT,
-    "PREFIX_TUNING": "it acts inside attention",
     "ADALORA": "it changes its ranks between steps, when its program says so",
 }
 
@@ -25,7 +25,7 @@ def check_kind(config: Any) -> None:
         raise AdapterError(
             f"{kind} cannot be trained together with others: {ELSEWHERE[kind]}. Wrap the model, and train it in a program of its own"
         )
-    if config.is_prompt_learning and kind not in PROMPTS:
+    if config.is_prompt_learning and kind not in PROMPTS + PREFIXES:
         raise AdapterError(
             f"{kind} acts elsewhere than at layers: wrap the model, and train it in a program of its own"
         )

@@ -19,7 +19,7 @@ from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.peft_layers import Skeleton, handing_out, outermost, tap
 from symbiosis.training.flat_parameters import flattened
 from symbiosis.training.low_rank import LowRank
-from symbiosis.training.refused_adapters import check_kind
+from symbiosis.training.refused_adapters import PREFIXES, check_kind
 
 NAME = "default"  # of PEFT's only adapter
 _drawing = threading.RLock()  # torch's generators are everybody's: one adapter at a time draws from them
@@ -42,10 +42,8 @@ class RunAdapter:
                 torch.manual_seed(seed)
             self.peft = _made(skeleton, config)
             drawn = _random_state()
-        self.virtual: int = (
-            config.num_virtual_tokens if config.is_prompt_learning else 0
-        )  # tokens in front of a sequence
-        layers = {} if self.virtual else dict(outermost(self.peft.base_model.model))
+        self.virtual, self.prefix_length = in_front(config)
+        layers = {} if config.is_prompt_learning else dict(outermost(self.peft.base_model.model))
         self.biases = _trained_biases(self.peft, skeleton)
         self.layers: dict[str, nn.Module | None] = {
             **dict.fromkeys(self.biases),
@@ -88,6 +86,11 @@ class RunAdapter:
         found: Tensor = self.peft.get_prompt(batch_size=1)[0]
         return found
 
+    def prefix(self) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values in front of those of a sequence, by layer."""
+        cache = self.peft.get_prompt(batch_size=1)
+        return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the adapter as PEFT saves it."""
         from peft import get_peft_model_state_dict
@@ -97,9 +100,10 @@ class RunAdapter:
     def load(self, tensors: dict[str, Tensor]) -> None:
         from peft import set_peft_model_state_dict
 
-        if self.peft.peft_config[NAME].peft_type.value == "P_TUNING":
+        config = self.peft.peft_config[NAME]
+        if config.peft_type.value == "P_TUNING" or getattr(config, "prefix_projection", False):
             raise AdapterError(
-                "PEFT saves what the encoder of P-tuning makes, and not the encoder: it cannot go on from there"
+                f"PEFT saves what the encoder of {config.peft_type.value} makes, and not the encoder: it cannot go on from there"
             )
 
         lacking, unknown = self.tensors().keys() - tensors.keys(), tensors.keys() - self.tensors().keys()
@@ -115,7 +119,7 @@ class RunAdapter:
         at_layers = {id(p) for layer in layers for p in layer.parameters()} | {
             id(bias.trained) for bias in self.biases.values()
         }
-        if self.virtual:
+        if self.virtual or self.prefix_length:
             at_layers |= {id(p) for p in self.peft.prompt_encoder.parameters()}
         for name, parameter in self.peft.named_parameters():
             if parameter.requires_grad and id(parameter) not in at_layers:
@@ -139,6 +143,14 @@ class RunAdapter:
             finally:
                 self.drawn = _random_state()
                 _draw_from(before)
+
+
+def in_front(config: Any) -> tuple[int, int]:
+    """Return how many tokens an adapter puts in front of a sequence, and how many keys and values."""
+    if not config.is_prompt_learning:
+        return 0, 0
+    count: int = config.num_virtual_tokens
+    return (0, count) if config.peft_type.value in PREFIXES else (count, 0)
 
 
 def _made(skeleton: Skeleton, config: Any) -> Any:

@@ -23,7 +23,7 @@ from symbiosis.training.joined_steps import StepWords, step_together
 from symbiosis.training.packed_model import PackedModel
 from symbiosis.training.refused_adapters import check_rank
 from symbiosis.training.residency import Residency
-from symbiosis.training.run_adapter import RunAdapter
+from symbiosis.training.run_adapter import RunAdapter, in_front
 from symbiosis.training.run_command import Command, future_of
 from symbiosis.training.run_journal import About, RunJournal, config_of, no_room
 from symbiosis.training.train_state import TrainState, lora_plus_of
@@ -90,8 +90,10 @@ class TrainingEngine:
             raise ConfigError("in_memory needs state=FOLDER, where the other runs are")
         self._max_rank, self._room_wait = max_rank, room_wait
         self._folder = None if state is None else EngineFolder(Path(state))
+        self._own_model: nn.Module | None = None
         try:
-            self._own_model = built(model, {"wait": wait}, priority="train") if isinstance(model, str) else None
+            if isinstance(model, str):
+                self._own_model = built(model, {"wait": wait}, priority="train")
             given = model if isinstance(model, nn.Module) else self._own_model
             if batch_invariant:
                 _must_be_invariant(given)
@@ -99,7 +101,7 @@ class TrainingEngine:
         except BaseException:
             if self._folder is not None:
                 self._folder.close()
-            if isinstance(model, str) and getattr(self, "_own_model", None) is not None:
+            if self._own_model is not None:
                 close_sessions(self._own_model)
             raise
         self._passes = JoinedPasses(self._model, max_tokens)
@@ -191,9 +193,9 @@ class TrainingEngine:
         with self._changed:
             return self._queue.room.has(tenant, 1)
 
-    def check(self, data: Sequence[Datum], virtual: int = 0) -> None:
-        """Refuse what the model cannot read, behind so many tokens of an adapter's own."""
-        check_tokens(data, self._model.head.vocabulary, self._model.longest - virtual)
+    def check(self, data: Sequence[Datum], in_front: int = 0) -> None:
+        """Refuse what the model cannot read, behind so many places of an adapter's own."""
+        check_tokens(data, self._model.head.vocabulary, self._model.longest - in_front)
 
     def put(self, run: Run, command: Command) -> "Future[Any]":
         """Add a command to those of a run; return its future."""
@@ -264,7 +266,7 @@ class TrainingEngine:
             if name in self._runs or (self._folder is not None and self._folder.has(name)):
                 raise ConfigError(f"there is a run {name!r} already: open it, or choose another name")
             run = self._runs[name] = Run(self, name, about.tenant, None)
-        run.state, run.virtual = state, state.adapter.virtual
+        run.state, run.in_front = state, in_front(config)
 
         def begin(state: TrainState) -> None:
             self._model.add(state.adapter)
@@ -508,7 +510,7 @@ def _opened(engine: TrainingEngine, name: str, journal: RunJournal) -> Run:
     """Return a run as its folder tells."""
     run = Run(engine, name, journal.about.tenant, journal)
     run.steps = journal.steps()
-    run.virtual = getattr(journal.config(), "num_virtual_tokens", None) or 0
+    run.in_front = in_front(journal.config())
     for record in journal.records():
         run.steps += record.verb == "step" and not record.is_past and record.error is None
         if record.number is not None:

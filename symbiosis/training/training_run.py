@@ -19,7 +19,7 @@ from symbiosis.training.train_state import TrainState
 class Commander(Protocol):
     """Whom a run's commands go to: the engine."""
 
-    def check(self, data: Sequence[Datum], virtual: int) -> None: ...
+    def check(self, data: Sequence[Datum], in_front: int) -> None: ...
     def put(self, run: "Run", command: Command) -> Any: ...
     def put_in_order(self, run: "Run", number: int, verb: str, make: Callable[[], Command]) -> Any: ...
     def forget(self, run: "Run") -> None: ...
@@ -37,7 +37,7 @@ class Run:
         self.state: TrainState | None = None  # None while it is on disk only
         self.journal = journal
         self.is_read = False  # its values are not those that its commands make: its folder does not know of them
-        self.virtual = 0  # tokens that its adapter puts in front of a sequence
+        self.in_front = 0, 0  # tokens that its adapter puts in front of a sequence, and keys and values
         self._engine = engine
 
     @property
@@ -164,8 +164,8 @@ class Run:
         return Command(FORWARD, self._checked(batch))
 
     def _checked(self, batch: Any) -> list[Datum]:
-        data = sequences(batch, int(self.virtual > 0))
-        self._engine.check(data, self.virtual)
+        data = sequences(batch, int(self.in_front[0] > 0))
+        self._engine.check(data, sum(self.in_front))
         return data
 
     def _step(

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, TaskType
+from peft import CartridgeConfig, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, TaskType
+from transformers import BloomConfig, BloomForCausalLM
 
 import symbiosis
 from symbiosis.errors import AdapterError, ConfigError
@@ -15,6 +16,10 @@ from tests.conftest import tiny_llama
 from tests.inproc.test_training import batch, lora
 
 CLM = TaskType.CAUSAL_LM
+
+
+def bloom() -> Any:
+    return BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4)).eval()
 
 
 @pytest.fixture
@@ -34,6 +39,7 @@ FAMILIES: dict[str, list[Any]] = {
         lambda: biased("lora_only"),
         lambda: biased("all"),
         lambda: biased("all", use_dora=True),
+        lambda: PrefixTuningConfig(task_type=CLM, num_virtual_tokens=3),
     ],
     "Llama": [
         lambda: lora(target_modules=["lm_head", "v_proj"], task_type=CLM),
@@ -42,7 +48,22 @@ FAMILIES: dict[str, list[Any]] = {
         lambda: lora(target_modules=["lm_head"], task_type=CLM),
         lambda: PromptEncoderConfig(task_type=CLM, num_virtual_tokens=3, encoder_hidden_size=32),
     ],
-    "Gemma2": [lambda: PromptTuningConfig(task_type=CLM, num_virtual_tokens=5), lambda: lora(task_type=CLM)],
+    "Gemma2": [
+        lambda: PromptTuningConfig(task_type=CLM, num_virtual_tokens=5),
+        lambda: lora(task_type=CLM),
+        lambda: PrefixTuningConfig(task_type=CLM, num_virtual_tokens=7),  # longer than its window
+        lambda: PrefixTuningConfig(task_type=CLM, num_virtual_tokens=2),
+    ],
+    "Qwen3": [
+        lambda: PrefixTuningConfig(task_type=CLM, num_virtual_tokens=4),
+        lambda: PrefixTuningConfig(task_type=CLM, num_virtual_tokens=2, prefix_projection=True, encoder_hidden_size=32),
+        lambda: lora(lora_dropout=0.2, task_type=CLM),
+        lambda: CartridgeConfig(task_type=CLM, num_virtual_tokens=3, num_frozen_tokens=1),
+    ],
+    "gpt-oss": [
+        lambda: PrefixTuningConfig(task_type=CLM, num_virtual_tokens=4),
+        lambda: lora(target_modules=["q_proj"], task_type=CLM),
+    ],
     "Mamba": [
         lambda: lora(target_modules=["lm_head", "in_proj"], task_type=CLM),
         lambda: lora(target_modules=["x_proj"], task_type=CLM),
@@ -71,7 +92,9 @@ def test_they_leave_memory_and_are_saved(tmp_path: Path, exact: Any) -> None:
     configs = {
         "biases": lambda: biased("all"),
         "prompt": lambda: PromptTuningConfig(task_type=CLM, num_virtual_tokens=5),
+        "prefix": lambda: PrefixTuningConfig(task_type=CLM, num_virtual_tokens=5),
     }
+    before: dict[str, torch.Tensor] = {}
     with Engine(exact.build("GPT-2"), state=tmp_path / "runs", in_memory=1) as engine:
         for name, config in configs.items():
             run, other = engine.create(config(), seed=1, name=name), engine.create(config(), seed=1)
@@ -81,13 +104,19 @@ def test_they_leave_memory_and_are_saved(tmp_path: Path, exact: Any) -> None:
             loaded = engine.load(run.save(tmp_path / name))
             found = [each.forward(exact.batches_of(2, 1)[0]).result(60).logprobs[0] for each in (run, other, loaded)]
             assert torch.equal(found[0], found[1]) and torch.allclose(found[0], found[2], atol=1e-6)
+            before[name] = found[0]
     with Engine(exact.build("GPT-2"), state=tmp_path / "runs") as engine:
-        again = engine.open("prompt").forward(exact.batches_of(2, 1)[0]).result(60).logprobs[0]
-        assert torch.equal(again, found[0])
+        for name, logprobs in before.items():
+            again = engine.open(name).forward(exact.batches_of(2, 1)[0]).result(60).logprobs[0]
+            assert torch.equal(again, logprobs)
 
 
 def test_over_an_executor() -> None:
-    configs = [lora(target_modules=["lm_head"]), PromptTuningConfig(task_type=CLM, num_virtual_tokens=2)]
+    configs = [
+        lora(target_modules=["lm_head"]),
+        PromptTuningConfig(task_type=CLM, num_virtual_tokens=2),
+        PrefixTuningConfig(task_type=CLM, num_virtual_tokens=2),
+    ]
     with (
         symbiosis.Executor(tiny_llama()) as executor,
         Engine(executor.endpoint) as split,
@@ -103,16 +132,30 @@ def test_over_an_executor() -> None:
             assert torch.allclose(*losses, atol=1e-5)
 
 
-def test_a_prompt_takes_its_part_of_the_length() -> None:
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_what_is_in_front_takes_its_part_of_the_length(kind: Any) -> None:
     with Engine(tiny_llama()) as engine:
-        run = engine.create(PromptTuningConfig(task_type=CLM, num_virtual_tokens=5))
+        run = engine.create(kind(task_type=CLM, num_virtual_tokens=5))
         assert run.forward(Datum([5] * 123, [5] * 123)).result(60)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="this model reads 123"):
             run.forward(Datum([5] * 124, [5] * 124))  # type: ignore[arg-type]
 
 
-def test_p_tuning_is_not_gone_on_with_from_what_peft_saves(tmp_path: Path) -> None:
+def test_prefixes_are_refused_where_attention_is_not_ours(exact: Any) -> None:
+    with Engine(bloom()) as engine, pytest.raises(AdapterError, match="in a way of its own|does not fit"):
+        engine.create(PrefixTuningConfig(task_type=CLM, num_virtual_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PromptEncoderConfig(task_type=CLM, num_virtual_tokens=3, encoder_hidden_size=32),
+        PrefixTuningConfig(task_type=CLM, num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=32),
+    ],
+    ids=["P-tuning", "prefix"],
+)
+def test_an_encoder_is_not_gone_on_with_from_what_peft_saves(config: Any, tmp_path: Path) -> None:
     with Engine(tiny_llama()) as engine:
-        run = engine.create(PromptEncoderConfig(task_type=CLM, num_virtual_tokens=3, encoder_hidden_size=32))
+        run = engine.create(config)
         with pytest.raises(AdapterError, match="not the encoder"):
             engine.load(run.save(tmp_path / "one"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PromptTuningConfig
+from peft import PrefixTuningConfig, PromptTuningConfig
 from torch import nn
 
 import symbiosis
@@ -22,6 +22,7 @@ CONFIGS: list[Any] = [
     lora(use_dora=True),
     lora(target_modules=["lm_head", "v_proj"]),
     PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=16),
 ]
 
 
