@@ -13,11 +13,11 @@ import uvicorn
 
 from symbiosis.base.logs import name_process, set_up_logging
 from symbiosis.base.memory import look_at_what_is_new, look_seldom
+from symbiosis.base.pulse import BEAT_S, SILENT_S
 from symbiosis.server import tracing
 from symbiosis.server.connections import server_of
 from symbiosis.server.ipc.engine_client import EngineClient
 from symbiosis.server.ipc.engine_ipc import FrontOptions, Started
-from symbiosis.server.ipc.pulse import BEAT_S, SILENT_S
 from symbiosis.server.openai_api import make_app
 from symbiosis.server.serving_state import ServingState
 

@@ -19,8 +19,8 @@ import openai
 import pytest
 
 import symbiosis
+from symbiosis.base.pulse import SILENT_S
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.server.ipc.pulse import SILENT_S
 from symbiosis.serving import Engine
 from tests.secret_files import write_secret
 from tests.serving_api import Api, Command, client, eventually, http_process, web
@@ -235,14 +235,14 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 IMPATIENT = """
-from symbiosis.server.ipc import pulse
+from symbiosis.base import pulse
 from symbiosis.server.launch import serve_processes
 
 pulse.SILENT_S = 6.0
 
 def http_words(*given, code=serve_processes.http_words):
     _, module, started = code(*given)
-    quick = "from symbiosis.server.ipc import pulse; pulse.SILENT_S = 6.0"
+    quick = "from symbiosis.base import pulse; pulse.SILENT_S = 6.0"
     return ["-c", f"import runpy; {quick}; runpy.run_module({module!r}, run_name='__main__')", started]
 
 serve_processes.http_words = http_words

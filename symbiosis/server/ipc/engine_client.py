@@ -13,6 +13,7 @@ import msgspec
 
 from symbiosis.base.fair_share import FairShare
 from symbiosis.base.logs import about_request, request_id
+from symbiosis.base.pulse import SILENT_S, Pulse
 from symbiosis.build import build
 from symbiosis.server.api_errors import ApiError, failed
 from symbiosis.server.ipc.engine_ipc import (
@@ -32,7 +33,6 @@ from symbiosis.server.ipc.engine_ipc import (
     framed,
     from_engine,
 )
-from symbiosis.server.ipc.pulse import SILENT_S, Pulse
 from symbiosis.server.tinker.tinker_messages import AnyAsked
 from symbiosis.serving.request import Output, Request
 

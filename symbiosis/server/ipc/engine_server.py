@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from symbiosis.base.logs import Tracebacks, about_request
+from symbiosis.base.pulse import BEAT_S, Pulse
 from symbiosis.errors import AdapterError, ConfigError, SymbiosisError, UnknownAdapter
 from symbiosis.server.ipc.engine_ipc import (
     LENGTH,
@@ -35,7 +36,6 @@ from symbiosis.server.ipc.engine_ipc import (
     framed,
     to_engine,
 )
-from symbiosis.server.ipc.pulse import BEAT_S, Pulse
 from symbiosis.server.ipc.tenant_threads import TenantThreads
 from symbiosis.server.tinker.tinker_messages import AnyAsked, TinkerRefusal
 from symbiosis.serving.engine.engine_stats import EngineStats

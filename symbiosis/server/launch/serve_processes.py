@@ -19,13 +19,13 @@ from symbiosis.base import procs
 from symbiosis.base.folders import Use, process_folder
 from symbiosis.base.logs import name_process, set_up_logging
 from symbiosis.base.memory import look_at_what_is_new
+from symbiosis.base.pulse import SILENT_S
 from symbiosis.build import build
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.model.checkpoint import located, path_of
 from symbiosis.protocol.endpoints import socket_path
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions, Started
 from symbiosis.server.ipc.engine_server import EngineServer
-from symbiosis.server.ipc.pulse import SILENT_S
 from symbiosis.server.launch.preflight import chat_template, checkpoints_of, folder_of, named
 from symbiosis.serving.serve_options import ServeOptions
 

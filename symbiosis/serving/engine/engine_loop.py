@@ -19,7 +19,7 @@ from symbiosis.serving.engine.request_state import RequestState
 from symbiosis.serving.engine.step_bisect import StepBisect
 from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.request import Finish, Token
-from symbiosis.serving.runner.model_runner import GaveWay, ModelRunner
+from symbiosis.serving.runner.model_runner import GaveWay, ModelRunner, RanksLost
 from symbiosis.serving.sampling.guided_decoding import GuidedDecoding, GuidedText
 from symbiosis.serving.sampling.sampler import Chosen, begin_choice
 from symbiosis.serving.scheduler.scheduler import Scheduler, Unsettled
@@ -60,6 +60,9 @@ class Loop:
         self.ahead = served.batches and served.device.type == "cuda"  # a CPU computes when it is told to
         self.is_starved = False  # a step has failed, and no memory can be had
         self._launched: InflightStep | None = None
+        self._following: InflightStep | None = None  # launched behind it
+        self._failed_once: set[Sequence] = set()  # with which ranks were lost last
+        self.has_lost_ranks = False  # for good
         self._suspects = StepBisect()
         self._tracebacks = Tracebacks()
         self._messages: deque[Callable[[], None]] = deque()
@@ -128,6 +131,8 @@ class Loop:
                     return
                 self._step_began = time.monotonic()
                 self._step(self._step_began)
+            except RanksLost as lost:
+                self._begin_anew(lost)
             except Exception as error:  # a defect of ours: who waits is told, and the next ones get their chance
                 logger.exception("the engine ends all requests")
                 self._launched = None
@@ -165,11 +170,11 @@ class Loop:
             step = self._scheduler.next_step(now)
         if step is not None and self._launched is not None:
             step = self._launched.feed(step)
-        launched = None if step is None else self._launch(step)
+        self._following = launched = None if step is None else self._launch(step)
         if step is None and self._launched is None:
             time.sleep(IDLE_S)
         self._settle()
-        self._launched = launched
+        self._launched, self._following = launched, None
         if launched is not None and not (self.ahead and launched.may_be_followed):
             self._settle()
 
@@ -177,8 +182,11 @@ class Loop:
         """Wait for the step that is under way, if there is one, and tell of it."""
         if self._launched is None:
             return
-        (step, chosen, places), self._launched = self._launched, None
+        step, chosen, places = self._launched
         told = list(zip(places.items(), chosen.tokens(), strict=True))
+        self._served.check()
+        self._launched = None
+        self._failed_once -= places.keys()
         for (sequence, place), token in told:
             if token is not None:
                 sequence.tokens[place] = token.id
@@ -197,6 +205,8 @@ class Loop:
             return None if chosen is None else InflightStep(computed, chosen, self._scheduler.launched(computed))
         except GaveWay:
             pass
+        except RanksLost as lost:
+            self._begin_anew(lost, step)
         except ConnectionLost as error:
             logger.warning("all requests end: %s", error)
             self._end_all(Finish.ERROR, str(error))
@@ -215,6 +225,30 @@ class Loop:
                 self._suspects.add(sequence.version)
                 self.end(sequence.request.id, Finish.ERROR, told)
         return None
+
+    def _begin_anew(self, lost: RanksLost, step: SchedulerOutput | None = None) -> None:
+        """Start the other ranks again. What they computed is lost, and computed again. A request ends only if its rows were in two steps, one after
+        the other, with which ranks were lost."""
+        logger.error("%s: all ranks are started again, and requests go on", lost)
+        voided = [each for each in (self._launched, self._following) if each is not None]
+        self._launched = self._following = None
+        for inflight in reversed(voided):
+            for sequence, place in inflight.places.items():
+                del sequence.tokens[place:]
+        steps = [each.step for each in voided] + ([step] if step is not None else [])
+        failed = {segment.sequence for each in steps for segment in each.segments}
+        for sequence in failed & self._failed_once:
+            self.end(sequence.request.id, Finish.ERROR, f"ranks were lost twice with it: {lost}")
+        self._failed_once = failed
+        self._scheduler.begin_anew()
+        try:
+            self._served.restart()
+        except RanksLost as again:
+            self._begin_anew(again)
+        except SymbiosisError as error:
+            logger.critical("%s", error)
+            self.has_lost_ranks = True
+            self._end_all(Finish.ERROR, str(error))
 
     def _gives_way(self, step: SchedulerOutput) -> bool:
         """Whether a step that is being computed is composed anew, with what has come since."""

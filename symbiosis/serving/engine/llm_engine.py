@@ -36,6 +36,7 @@ from symbiosis.serving.sampling.grammar import Grammar, Grammars
 from symbiosis.serving.scheduler.scheduler import Scheduler, StepRules
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, Sequence
 from symbiosis.serving.serve_options import Policy
+from symbiosis.serving.tensor_parallel.leading_runner import LeadingRunner, divided
 
 logger = logging.getLogger("symbiosis")
 
@@ -61,6 +62,9 @@ class Engine:
             others are refused. Default: a quarter of what is free.
         max_adapter_bytes: Of the file of an adapter's tensors, if `adapter_memory` is not more. Larger ones are refused.
         name: What the model is called: no adapter may have that name.
+        devices: Divide the model over these, with a rank (a process) on each: of every layer each has some heads and columns. Such as ("cpu", "cpu") or
+            ("cuda:0", "cuda:1"). `model` is the endpoint of an executor on a CPU of this host, at local://, of which each rank takes its part.
+            `memory` is then that of each rank; a share of a CPU's is that of all.
         wait: How long an executor may take to come up, in seconds; None: as long as it may be away later, 60 or `$SYMBIOSIS_PATIENCE_S`.
 
     Attributes:
@@ -98,15 +102,24 @@ class Engine:
         name: str | None = None,
         compiles: bool = False,
         wait: float | None = None,
+        devices: Tokens[str] = (),
     ) -> None:
         _check_options(
             policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens, first_token_s=first_token_s,
             max_waiting=max_waiting, of_tenant=of_tenant, max_rank=max_rank, adapter_memory=adapter_memory, max_adapter_bytes=max_adapter_bytes,
         )  # fmt: skip
-        self._own_model = built(model, {"wait": wait}, priority="decode") if isinstance(model, str) else None
-        self._served = served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
+        if len(devices) > 1:
+            options = {"memory": memory, "max_batch": max_batch, "prefill_tokens": prefill_tokens, "compiles": compiles}
+            self._served: ModelRunner = divided(model, devices, wait=wait, **options)
+            self._own_model: nn.Module | None = self._served.whole
+        else:
+            self._own_model = built(model, {"wait": wait}, priority="decode") if isinstance(model, str) else None
+            self._served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
+        served = self._served
         self.tokenizer = _tokenizer(tokenizer)
         self._residency = AdapterCache(served.arena, served.blocks.make_room, served.fetcher)
+        if isinstance(served, LeadingRunner):
+            served.lead(self._residency)
         self._sites = TargetLayers(served, self._residency)
         self._library = _library(served, adapters, max_rank, adapter_memory, name, max_adapter_bytes)
         self._grammars = Grammars(self.tokenizer, served.vocabulary, served.ends)
@@ -285,6 +298,11 @@ class Engine:
         return self._loop.is_starved
 
     @property
+    def has_lost_ranks(self) -> bool:
+        """Whether ranks of this engine die again and again. It is for good."""
+        return self._loop.has_lost_ranks
+
+    @property
     def room(self) -> tuple[int, int]:
         """How many more tokens there is memory for, and for how many there is in all."""
         blocks = self._served.blocks
@@ -331,6 +349,7 @@ class Engine:
     def close(self, drain: bool = True) -> None:
         """Close the engine. With `drain`, requests under way are finished first; else they are cancelled."""
         self._loop.close(drain)
+        self._served.close()
         if self._own_model is not None:
             close_sessions(self._own_model)
 

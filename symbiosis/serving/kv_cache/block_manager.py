@@ -139,6 +139,11 @@ class BlockManager:
             else:
                 del self._named[name], self._versions[name]
 
+    def forget_all(self) -> None:
+        """Let nothing be found any more that was computed so far. No sequence may have blocks."""
+        for name in list(self._unused):
+            self._drop(name)
+
     def make_room(self, pages: int) -> bool:
         """Drop unused blocks until so many pages are free, if that can be."""
         if pages > self.spare():

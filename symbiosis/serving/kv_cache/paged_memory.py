@@ -31,6 +31,17 @@ class KvShape:
         return self.heads * self.value
 
 
+def page_elements(layers: tuple[KvShape, ...]) -> int:
+    """Return how many numbers a page has.
+
+    >>> page_elements((KvShape(heads=2, key=8, value=8),))
+    512
+    """
+    kinds = set(layers)
+    unit = math.lcm(*(n for kind in kinds for n in (kind.key_elements, kind.value_elements)))
+    return max(_up(_values_at(kind) + BLOCK * kind.value_elements, unit) for kind in kinds)
+
+
 class PagedMemory:
     """A page holds the keys of 16 tokens of one layer, and then their values: one row of the same length for each token. So the whole
     memory is a table of such rows, and one number finds a token's row, whatever rows the layer has.
@@ -48,9 +59,7 @@ class PagedMemory:
         device: torch.device | str = "cpu",
     ) -> None:
         self.layers = layers
-        kinds = set(layers)
-        unit = math.lcm(*(n for kind in kinds for n in (kind.key_elements, kind.value_elements)))
-        self.page_elements = max(_up(_values_at(kind) + BLOCK * kind.value_elements, unit) for kind in kinds)
+        self.page_elements = page_elements(layers)
         pages = memory // (self.page_elements * dtype.itemsize)
         if pages < len(layers):
             least = len(layers) * self.page_elements * dtype.itemsize

@@ -121,6 +121,9 @@ def _none(pages: int) -> bool:
     return False
 
 
+def _ignore(*_: object) -> None: ...
+
+
 class PageFetcher(Protocol):
     """Copies what `LoadedAdapter.packed` holds to pages of the device, while other work goes on there."""
 
@@ -136,11 +139,15 @@ class AdapterCache:
         arena: Whose pages they take.
         fetcher: Copies rows, on a GPU.
         others_make_room: Called for free pages if evicting adapters does not free enough. Returns whether there are enough then.
+        on_put: Called with each adapter that is brought, and its pages.
+        on_gone: Called with each version that is on the device no more.
     """
 
     arena: PagedMemory
     others_make_room: Callable[[int], bool] = _none
     fetcher: PageFetcher | None = None
+    on_put: Callable[[LoadedAdapter, list[int]], None] = _ignore
+    on_gone: Callable[[int], None] = _ignore
     evictions: int = 0
     fetches: int = 0
     _here: dict[int, Resident] = field(default_factory=dict)
@@ -226,6 +233,27 @@ class AdapterCache:
             for own in resident.adapter.own if resident.adapter is not None else ():
                 own.put(own.values)
             self.arena.pool.give_back(self._here.pop(version).pages)
+            self.on_gone(version)
+
+    def forget_all(self) -> None:
+        """Let nothing be on the device that is not pinned."""
+        for version in list(self._here):
+            self.forget(version)
+
+    def put_at(self, adapter: LoadedAdapter, pages: list[int]) -> None:
+        """Put an adapter into these pages, which are its own from now on. If that fails, nothing is changed."""
+        placed: dict[str, PlacedAdapter] = {}
+        book = None
+        if self.fetcher is not None and adapter.packed is not None:
+            book = self.fetcher.fetch(adapter.packed, pages)
+        else:
+            runs = place(shapes_of(adapter.parts), self.arena.page_elements)[1]
+            placed = _copy(adapter.parts, runs, pages, self.arena)
+        self._here[adapter.version] = Resident(pages, adapter.bytes, placed, self._turn, book=book)
+
+    def drop(self, version: int) -> None:
+        """Forget a version whose pages somebody else gives back."""
+        self._here.pop(version, None)
 
     def _put(self, adapter: LoadedAdapter, count: int) -> None:
         """Put an adapter into so many pages. Raises `NoRoom` if there are not so many."""
@@ -240,18 +268,12 @@ class AdapterCache:
             return
         pages = self.arena.pool.take(count)
         self.fetches += 1
-        placed: dict[str, PlacedAdapter] = {}
-        book = None
         try:
-            if self.fetcher is not None and adapter.packed is not None:
-                book = self.fetcher.fetch(adapter.packed, pages)
-            else:
-                runs = place(shapes_of(adapter.parts), self.arena.page_elements)[1]
-                placed = _copy(adapter.parts, runs, pages, self.arena)
+            self.put_at(adapter, pages)
         except BaseException:
             self.arena.pool.give_back(pages)
             raise
-        self._here[adapter.version] = Resident(pages, adapter.bytes, placed, self._turn, book=book)
+        self.on_put(adapter, pages)
 
     def _put_whole(self, adapter: LoadedAdapter) -> list[int]:
         """Put the tensors of PEFT's layers into pages, and return these. If no pages that follow one another are free for a large one, it

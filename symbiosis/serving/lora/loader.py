@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.adapter_cache import place, put_whole, shapes_of
 from symbiosis.serving.lora.adapter_files import TENSORS, AdapterWeights, check_finite
-from symbiosis.serving.lora.adapter_kinds import Base, LoadedAdapter, NotFused, Part, check_low_rank, fused_parts
+from symbiosis.serving.lora.adapter_kinds import (
+    Base,
+    LoadedAdapter,
+    NotFused,
+    OwnTensor,
+    Part,
+    check_low_rank,
+    fused_parts,
+)
 from symbiosis.serving.lora.config_patterns import check_numbers, without_patterns
 from symbiosis.serving.lora.held import held_dtype, hold, placed_whole
 from symbiosis.serving.lora.peft_layers import Skeleton, own_tensors, peft_layers
@@ -23,6 +31,73 @@ from symbiosis.serving.runner.model_runner import ModelRunner
 from symbiosis.text import shown
 
 PROMPTS = ("PROMPT_TUNING", "P_TUNING")
+
+
+NOT_DIVIDED = (
+    "{} is computed by PEFT's own layers, which need whole layers of the base, and this one is divided over ranks. These compute LoRA, rsLoRA, DoRA, "
+    "VeRA, IA3, prompts and prefixes: serve others on one device"
+)
+
+
+class AdapterContents(NamedTuple):
+    """What an adapter's files say, but for what PEFT's own layers compute."""
+
+    name: str
+    kind: str
+    version: int
+    parts: dict[str, Part]
+    prompt: Tensor | None = None
+    prefix: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
+def placed(
+    served: ModelRunner,
+    contents: AdapterContents,
+    weights: AdapterWeights | None = None,
+    layers: dict[str, nn.Module] | None = None,
+    own: list[OwnTensor] | None = None,
+) -> LoadedAdapter:
+    """Prepare an adapter for the memory in which it is used.
+
+    Args:
+        weights: Its files, if it may be let go and read from them again.
+        layers: What PEFT's own layers compute, and with which tensors.
+    """
+    name, kind, version, parts, prompt, prefix = contents
+    own, arena = own or [], served.arena
+    if own:
+        pages = put_whole([each.values.nbytes for each in own], arena.page_bytes)[0]
+    else:
+        pages = place(shapes_of(parts), arena.page_elements)[0]
+    if pages > arena.pool.total // 2:
+        raise AdapterError(
+            f"it takes {pages} pages of {arena.page_bytes} bytes, more than half of the server's memory for adapters, keys and values: "
+            "give the server more memory"
+        )
+    virtual = len(prompt) if prompt is not None else len(prefix[0][0]) if prefix else 0
+    ranks = [len(part.down) for part in parts.values() if part.down is not None]
+    held = [t for part in parts.values() for t in part.tensors]
+    held = held or list(
+        weights.tensors.values() if weights is not None else [prompt] if prompt is not None else sum(prefix, ())
+    )
+    nbytes = max(sum(t.nbytes for t in held), sum(each.values.nbytes for each in own))
+    packed = None if served.fetcher is None else served.fetcher.pack(parts, weights)
+    if packed is not None:
+        parts, pages = packed.layout.parts, packed.layout.count
+    return LoadedAdapter(
+        name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=nbytes, pages=pages,
+        virtual=virtual, parts=parts, layers=layers or {}, own=own, packed=packed, prompt=prompt, prefix=prefix,
+    )  # fmt: skip
+
+
+def named(config: dict[str, Any]) -> str:
+    """Say which kind of adapter this is.
+
+    >>> named({"peft_type": "LORA", "modules_to_save": ["lm_head"]})
+    'LORA with modules_to_save'
+    """
+    odd = [name for name in ("modules_to_save", "target_parameters") if config.get(name)]
+    return f"{config['peft_type']}{f' with {odd[0]}' if odd else ''}"
 
 
 @dataclass(slots=True)
@@ -40,7 +115,7 @@ class Loader:
     @classmethod
     def of(cls, served: ModelRunner, max_rank: int) -> "Loader":
         """Return a loader for a model. It has to be made before the model has sites."""
-        return cls(served, Base.of(served.model, served.dtype), Skeleton(served.model), misplaced(served), max_rank)
+        return cls(served, Base.of(served.whole, served.dtype), Skeleton(served.whole), misplaced(served), max_rank)
 
     def load(self, name: str, weights: AdapterWeights, version: int, is_known: bool = False) -> LoadedAdapter:
         """Prepare an adapter. One that `is_known` was prepared before from the same files, and its numbers are not looked at again. One that was
@@ -49,6 +124,9 @@ class Loader:
         if not is_known:
             check_finite(weights.tensors.items(), "its training has diverged")
         weights = replace(weights, config=without_patterns(weights.config, self.base.modules))
+        divides = self.served.divide_adapter
+        if divides is not None:  # what is published is rounded there as what comes from files
+            weights = replace(weights, trained=None)
         kind = weights.config["peft_type"]
         parts: dict[str, Part] = {}
         layers: dict[str, nn.Module] = {}
@@ -64,6 +142,8 @@ class Loader:
                 base = replace(self.base, dtype=dtype)
                 parts = fused_parts(weights, base, self.max_rank, lies_at_once=self.served.fetcher is None)
             except NotFused:
+                if divides is not None:
+                    raise AdapterError(NOT_DIVIDED.format(named(weights.config))) from None
                 with self.one_by_one:  # each is watched for what it does to the base's weights
                     layers = peft_layers(weights, self.base, self.skeleton)
         self._check_places((*parts, *layers))
@@ -74,30 +154,15 @@ class Loader:
             scaled += [("prompt_embeddings", t) for t in (*([] if prompt is None else [prompt]), *sum(prefix, ()))]
             check_finite(scaled, f"scaled, they are beyond what {self.base.dtype} holds")
         own = own_tensors(layers.values(), self.base) if layers else []
-        arena = self.served.arena
-        if own:
-            pages = put_whole([each.values.nbytes for each in own], arena.page_bytes)[0]
-        else:
-            pages = place(shapes_of(parts), arena.page_elements)[0]
-        if pages > arena.pool.total // 2:
-            raise AdapterError(
-                f"it takes {pages} pages of {arena.page_bytes} bytes, more than half of the server's memory for adapters, keys and values: "
-                "give the server more memory"
-            )
-        virtual = len(prompt) if prompt is not None else len(prefix[0][0]) if prefix else 0
-        ranks = [len(part.down) for part in parts.values() if part.down is not None]
-        held = [t for part in parts.values() for t in part.tensors] or list(weights.tensors.values())
-        nbytes = max(sum(t.nbytes for t in held), sum(each.values.nbytes for each in own))
-        packed = None if self.served.fetcher is None else self.served.fetcher.pack(parts, weights)
-        if packed is not None:
-            parts, pages = packed.layout.parts, packed.layout.count
-        return LoadedAdapter(
-            name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=nbytes, pages=pages,
-            virtual=virtual, parts=parts, layers=layers, own=own, packed=packed, prompt=prompt, prefix=prefix,
-        )  # fmt: skip
+        contents = AdapterContents(name, kind, version, parts, prompt, prefix)
+        if divides is not None:
+            return divides(contents)  # type: ignore[no-any-return]
+        return placed(self.served, contents, weights, layers, own)
 
     def read_trained(self, name: str, model: Any, adapter: str, version: int) -> LoadedAdapter | None:
         """Copy a LoRA from a trainer's parameters on this device. Return None if it is of another kind, or lies elsewhere."""
+        if self.served.divide_adapter is not None:
+            return None
         trained = self.trained.get(model)
         if trained is None or trained.adapter != adapter or not trained.is_current(model):
             trained = trained_lora(model, adapter)
@@ -161,7 +226,7 @@ class Loader:
     def _prefix(self, weights: AdapterWeights) -> tuple[tuple[Tensor, Tensor], ...]:
         if not self.served.batches:
             raise AdapterError("prefix tuning needs a base whose attention goes over pages, and this one's does not")
-        shapes, kv = self.served.arena.layers, _embeddings(weights).to(self.base.dtype)
+        shapes, kv = self.served.whole_kv, _embeddings(weights).to(self.base.dtype)
         widths = [n for shape in shapes for n in (shape.key_elements, shape.value_elements)]
         if kv.dim() != 2 or kv.shape[1] != sum(widths) or len(set(widths)) > 1:
             raise AdapterError(

@@ -94,6 +94,10 @@ class CudaGraphRunner:
         """Capture steps from now on, which have up to so many sequences and rows, and up to so many blocks of each sequence."""
         self._resize(rows, sequences)
         self._slots.reserve(sequences, blocks)
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Capture steps anew."""
         self._captured = (
             Captured(self._logits, MOST_GRAPHS, draws=False) if self._device.type == "cuda" else self._logits
         )

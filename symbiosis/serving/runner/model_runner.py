@@ -20,6 +20,10 @@ class GaveWay(Exception):
     """A step was not computed to its end, because something else comes first. Its rows can be computed again."""
 
 
+class RanksLost(Exception):
+    """Other ranks of a divided model have died or hang, and what was being computed is void. `ModelRunner.restart` starts them again."""
+
+
 def ask(*_: object) -> None:
     """Raise `GaveWay`, if so. It is a hook, and a plain function, so that copies of a model copy nothing of the server."""
     if this_pass.gives_way is not None and this_pass.gives_way():
@@ -39,9 +43,12 @@ class ModelRunner(ABC):
     keeps_rows: bool = False  # whether its last layer is given the rows only whose logits are kept
     runner: Any = None  # of a GPU's kernels: `symbiosis.serving.runner`
     fetcher: Any = None
+    # of a model that is divided over ranks: gives each its piece of an adapter's contents, and returns this one's
+    divide_adapter: Callable[[Any], Any] | None = None
 
     def __init__(self, model: nn.Module, layers: tuple[KvShape, ...], memory: int | float | None) -> None:
         self.model, self.config = model, text_config(model)
+        self.whole = model  # as adapters know it, where `model` is a part of it
         self.before: list[Callable[[SchedulerOutput, Tensor], None]] = []
         self.embed: Callable[[SchedulerOutput, Tensor], Tensor | None] | None = None
         self.remember: Callable[[int, Tensor, Tensor], None] | None = None
@@ -69,6 +76,20 @@ class ModelRunner(ABC):
             self.runner.serve(sequences, rows, blocks)
             if compiles:
                 self.runner.compile()
+
+    @property
+    def whole_kv(self) -> tuple[KvShape, ...]:
+        """What each layer of the whole model remembers of a token."""
+        return self.arena.layers
+
+    def check(self) -> None:  # noqa: B027  a model that is not divided has no other ranks
+        """Raise `RanksLost` if what was computed last is void."""
+
+    def restart(self) -> None:  # noqa: B027
+        """Start the other ranks again. No sequence may have anything computed."""
+
+    def close(self) -> None:  # noqa: B027
+        """End the other ranks."""
 
     def release(self, sequence: Sequence) -> None:
         """Free what was computed of a sequence."""

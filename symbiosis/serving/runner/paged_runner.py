@@ -39,21 +39,25 @@ class PagedRunner(ModelRunner):
     Args:
         model: Of transformers, wrapped or not.
         memory: Bytes for keys, values and adapters. Default: a quarter of what is free.
+        proves: Whether results are proved at once.
     """
 
     batches, whole_prompts = True, False
+    may_give_way = True  # whether a step may be given up while it is computed
 
-    def __init__(self, model: nn.Module, memory: int | float | None = None) -> None:
+    def __init__(self, model: nn.Module, memory: int | float | None = None, *, proves: bool = True) -> None:
         before = getattr(text_config(model), "_attn_implementation", None)
         self._tables = Tables()
         self._sessions = {weight.handle.session for weight in remote_weights(model)}
         self.keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        references = _references(model)
+        references = logits_of_probes(model) if proves else []
         try:
-            super().__init__(model, _layers(model), memory)
+            layers = _layers(model)
+            super().__init__(model, layers, self._memory_for(model, layers, memory))
             if is_for(self.device, self.dtype):
                 self.runner = CudaGraphRunner(model, self.arena, self.keeps_rows, HIGHEST if self._sessions else 0)
-            self._prove(references)
+            if proves:
+                self._prove(references)
             if self.runner is not None:
                 self.fetcher = self.runner.find_layers(self._probe, model.get_output_embeddings())  # type: ignore[operator]
         except BaseException as error:
@@ -63,9 +67,17 @@ class PagedRunner(ModelRunner):
                 raise
             raise CannotBatch(f"with another attention it raises {type(error).__name__} ({error})") from error
         self.longest = min(self.longest, _same_positions(self.config))
-        if self.runner is None:  # a model of few layers would ask too seldom before its attention alone
+        if (
+            self.runner is None and self.may_give_way
+        ):  # a model of few layers would ask too seldom before its attention alone
             for module in _products(model):
                 module.register_forward_pre_hook(ask)
+
+    def _memory_for(
+        self, model: nn.Module, layers: tuple[KvShape, ...], memory: int | float | None
+    ) -> int | float | None:
+        """Return how much memory to take for such layers."""
+        return memory
 
     @torch.inference_mode()
     def logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:
@@ -83,7 +95,7 @@ class PagedRunner(ModelRunner):
         if self.keeps_rows:
             words["logits_to_keep"] = rows
         lookup = Lookup(self.arena, step, self._tables, self.remember)
-        with forward_pass(lookup.attend, partial(self.gives_way, step)):
+        with forward_pass(lookup.attend, partial(self.gives_way, step) if self.may_give_way else None):
             logits: Tensor = self.model(**words, use_cache=False).logits[0]
         return (logits if self.keeps_rows else logits[rows]).float()
 
@@ -114,6 +126,7 @@ class PagedRunner(ModelRunner):
             (second, (of_b[short - 1], of_a[long - 1])),
         ):
             for mine, alone in zip(self.forward(step), expected, strict=True):
+                alone = alone.to(mine.device)
                 if not agree(mine, alone, self.dtype):
                     off = float((mine - alone).abs().max() / alone.abs().max())
                     raise CannotBatch(f"its logits in a batch are off those it has alone by {off:.1e} of the largest")
@@ -182,7 +195,7 @@ def _same_positions(config: Any) -> int:
     return longest
 
 
-def _references(model: nn.Module) -> list[Tensor]:
+def logits_of_probes(model: nn.Module) -> list[Tensor]:
     """Return what the model's own attention makes of the probes."""
     try:
         return [logits_alone(model, tokens) for tokens in probe_tokens(model)]

@@ -171,6 +171,12 @@ class Scheduler:
                 self._prefetch(now)
         return self._compose(now)
 
+    def begin_anew(self) -> None:
+        """Have all sequences wait again, because what was computed of them is lost. No step is under way."""
+        self._is_ahead = False
+        for sequence in reversed(self.running.copy()):
+            self._evict(sequence)
+
     def gives_way(self, step: SchedulerOutput, now: float, coming: int) -> bool:
         """Whether a step that is being computed should be composed anew, since a prompt of so many tokens has come, and can join."""
         longer = policy.longer(self.running, coming)

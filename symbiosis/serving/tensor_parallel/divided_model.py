@@ -143,7 +143,7 @@ def _of_experts(module: Any, values: dict[str, Tensor], inner: range, alternate:
     """Return a rank's part of stacked experts."""
     up, down = values["gate_up_proj"], values["down_proj"]
     if alternate:  # gpt-oss
-        both = (widened(inner, 2),)
+        both: Ranges = (widened(inner, 2),)
         made = values | {"gate_up_proj": taken(up, 2, both), "down_proj": taken(down, 1, (inner,))}
         made["gate_up_proj_bias"] = taken(values["gate_up_proj_bias"], 1, both)
         if rank:

@@ -1,9 +1,10 @@
 """Ranks on CPUs, connected by gloo over the loopback interface."""
 
 from datetime import timedelta
+from typing import Any
 
 from torch import Tensor
-from torch.distributed import FileStore, ProcessGroupGloo
+from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 
 class GlooGroup:
@@ -17,7 +18,8 @@ class GlooGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
         options._timeout = timedelta(seconds=seconds)
-        self._ranks, self._group = ranks, ProcessGroupGloo(FileStore(file, ranks), rank, ranks, options)  # type: ignore[call-overload]
+        self._ranks = ranks
+        self._group: Any = ProcessGroupGloo(FileStore(file, ranks), rank, ranks, options)  # type: ignore[call-overload]
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.clone()

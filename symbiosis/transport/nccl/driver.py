@@ -28,7 +28,8 @@ class _Unique(ctypes.Structure):
 
 
 @cache
-def _library() -> Any:
+def library() -> Any:
+    """Return NCCL's library, as torch has loaded it."""
     torch.cuda.init()  # loads it
     library = ctypes.CDLL("libnccl.so.2")
     library.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, _Unique, ctypes.c_int]
@@ -36,21 +37,26 @@ def _library() -> Any:
         getattr(library, name).argtypes = [
             ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
         ]  # fmt: skip
+    number, word = ctypes.c_int, ctypes.c_void_p
+    library.ncclAllReduce.argtypes = [word, word, ctypes.c_size_t, number, number, word, word]
+    library.ncclAllGather.argtypes = [word, word, ctypes.c_size_t, number, word, word]
+    library.ncclBroadcast.argtypes = [word, word, ctypes.c_size_t, number, number, word, word]
     library.ncclCommAbort.argtypes = [ctypes.c_void_p]
     library.ncclGetErrorString.restype = ctypes.c_char_p
     return library
 
 
-def _check(code: int, what: str) -> None:
+def check(code: int, what: str) -> None:
+    """Raise `NcclError` if this is no success."""
     if code:
-        raise NcclError(f"{what}: {_library().ncclGetErrorString(code).decode()}")
+        raise NcclError(f"{what}: {library().ncclGetErrorString(code).decode()}")
 
 
 def version() -> int:
     """Return the version of NCCL as NCCL counts (2.28.9 is 22809), 0 if there is none."""
     number = ctypes.c_int()
     try:
-        _check(_library().ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
+        check(library().ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
     except (OSError, RuntimeError, AttributeError):
         return 0
     return number.value
@@ -65,8 +71,13 @@ def shown(token: bytes) -> bytes:
 def new_unique() -> bytes:
     """Return the bytes by which two processes meet. The one that calls this waits for both."""
     unique = _Unique()
-    _check(_library().ncclGetUniqueId(ctypes.byref(unique)), "ncclGetUniqueId")
+    check(library().ncclGetUniqueId(ctypes.byref(unique)), "ncclGetUniqueId")
     return bytes(unique)
+
+
+def unique_of(unique: bytes) -> _Unique:
+    """Return these bytes as NCCL takes them."""
+    return _Unique.from_buffer_copy(unique)
 
 
 class Communicator:
@@ -80,8 +91,8 @@ class Communicator:
         self._comm = ctypes.c_void_p()
         self._ending = threading.Lock()
         with torch.cuda.device(device):
-            both = _Unique.from_buffer_copy(unique)
-            _check(_library().ncclCommInitRank(ctypes.byref(self._comm), 2, both, rank), "ncclCommInitRank")
+            code = library().ncclCommInitRank(ctypes.byref(self._comm), 2, unique_of(unique), rank)
+            check(code, "ncclCommInitRank")
             try:
                 self._exchange(rank, device, stream)
             except BaseException:
@@ -103,14 +114,14 @@ class Communicator:
     def send(self, rows: Tensor, stream: int) -> None:
         if not rows.nbytes:
             return
-        code = _library().ncclSend(rows.data_ptr(), rows.nbytes, _BYTES, self._other, self._comm, stream)
-        _check(code, "ncclSend")
+        code = library().ncclSend(rows.data_ptr(), rows.nbytes, _BYTES, self._other, self._comm, stream)
+        check(code, "ncclSend")
 
     def receive(self, rows: Tensor, stream: int) -> None:
         if not rows.nbytes:
             return
-        code = _library().ncclRecv(rows.data_ptr(), rows.nbytes, _BYTES, self._other, self._comm, stream)
-        _check(code, "ncclRecv")
+        code = library().ncclRecv(rows.data_ptr(), rows.nbytes, _BYTES, self._other, self._comm, stream)
+        check(code, "ncclRecv")
 
     def abort(self) -> None:
         """End exchanges that a stream still waits for, undone. This returns when the device is done with them, so no other stream of
@@ -118,7 +129,7 @@ class Communicator:
         with self._ending:
             if not self._ended:
                 self._ended = True
-                _library().ncclCommAbort(self._comm)
+                library().ncclCommAbort(self._comm)
 
 
 def communicator_within(

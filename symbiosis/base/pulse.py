@@ -1,4 +1,4 @@
-"""Whether the process at the other end of the link still runs. Each side says so every second."""
+"""Whether the process at the other end of a link still runs. It says so every second."""
 
 import time
 from collections.abc import Callable

@@ -1,0 +1,60 @@
+"""Ranks on GPUs of one host, connected by NCCL. Operations are enqueued on the current stream, so a captured step has them within its graph."""
+
+import ctypes
+import threading
+
+import torch
+from torch import Tensor
+
+from symbiosis.transport.nccl.driver import check, library, unique_of
+
+DTYPES = {
+    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
+}  # fmt: skip
+SUM = 0
+ABORT_S = 2.0  # for a call that enqueues
+
+
+class NcclGroup:
+    """One rank's end. It waits for ever for a rank that is gone, until it is aborted."""
+
+    def __init__(self, unique: bytes, rank: int, ranks: int, device: torch.device) -> None:
+        self._ranks, self._device, self._library = ranks, device, library()
+        self._calling, self._is_aborted = threading.Lock(), False
+        self._comm = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            code = self._library.ncclCommInitRank(ctypes.byref(self._comm), ranks, unique_of(unique), rank)
+            check(code, "ncclCommInitRank")
+            self.sum(
+                torch.zeros(1, device=device)
+            )  # what CUDA loads and allocates for it is there before anything is captured
+            torch.cuda.current_stream(device).synchronize()
+
+    def sum(self, x: Tensor) -> Tensor:
+        made = torch.empty_like(x)
+        self._call("ncclAllReduce", x.data_ptr(), made.data_ptr(), x.numel(), DTYPES[x.dtype], SUM)
+        return made
+
+    def gather(self, x: Tensor) -> Tensor:
+        made = x.new_empty(self._ranks, *x.shape)
+        self._call("ncclAllGather", x.data_ptr(), made.data_ptr(), x.numel(), DTYPES[x.dtype])
+        return made
+
+    def broadcast(self, x: Tensor) -> None:
+        self._call("ncclBroadcast", x.data_ptr(), x.data_ptr(), x.numel(), DTYPES[x.dtype], 0)
+
+    def abort(self) -> None:
+        """End what the GPU waits for, undone. A call that waits for room in the GPU's queue ends, too."""
+        is_mine = self._calling.acquire(timeout=ABORT_S)
+        if not self._is_aborted:
+            self._is_aborted = True
+            self._library.ncclCommAbort(self._comm)
+        if is_mine:
+            self._calling.release()
+
+    def _call(self, name: str, *words: int) -> None:
+        with self._calling:
+            if self._is_aborted:
+                raise RuntimeError("the ranks are not connected any more")
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            check(getattr(self._library, name)(*words, self._comm, stream), name)
