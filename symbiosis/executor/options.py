@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 from typing_extensions import Doc
 
+from symbiosis.base.devices import gpus_of
 from symbiosis.base.dtypes import check_dtype
 from symbiosis.errors import ConfigError
 from symbiosis.protocol import LARGEST_LIMIT, LONGEST_BEAT_S, LONGEST_NAME, MOST_RANKS, SHORTEST_BEAT_S, Limits
@@ -16,7 +17,6 @@ from symbiosis.protocol.endpoints import HOST, of_rank, reaches_other_hosts, soc
 RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s"))
 OptionsType = TypeVar("OptionsType", bound=msgspec.Struct)
 PolicyName = Literal["immediate", "lockstep", "opportunistic"]  # `executor/scheduling/rules.py` says what they do
-LAST_GPU = 255
 SMALLEST_SHARE, LARGEST_SHARE, MOST_UNLIKE = 1e-6, 1e15, 1000
 MAY_BE_ZERO = ("max_wait_us", "spread_rows", "gather_buffers")
 COUNTS = (*MAY_BE_ZERO, "max_batch_tokens", "workers", "ranks", "heartbeat_s", "max_bytes", *Limits.__struct_fields__)
@@ -271,25 +271,6 @@ HINTS = get_type_hints(Options)
 CHOICES = {name: get_args(hint) for name, hint in HINTS.items() if get_origin(hint) is Literal}
 PATHS = ("key", "tenants", "audit_log", "api_keys")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-
-
-def gpus_of(text: str) -> tuple[int, ...]:
-    """Return the numbers of the GPUs in a text.
-
-    >>> gpus_of("0-2,5")
-    (0, 1, 2, 5)
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        first, mark, last = (word.strip() for word in part.partition("-"))
-        if not first.isdecimal() or not (last.isdecimal() if mark else not last) or int(last or first) > LAST_GPU:
-            raise ConfigError(f"devices {text!r}: write the numbers of GPUs, as 0-3 or 0,2, or cpu")
-        found += range(int(first), int(last or first) + 1)
-    if len(set(found)) < len(found) or not found:
-        raise ConfigError(
-            f"devices {text!r}: name each GPU once, the lower number of a range first (ranks on one GPU: --ranks)"
-        )
-    return tuple(found)
 
 
 def load_options(given: dict[str, object], file: Path | None = None) -> Options:

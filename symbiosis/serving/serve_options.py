@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from typing_extensions import Doc
 
+from symbiosis.base.devices import gpus_of
 from symbiosis.base.dtypes import check_dtype
 from symbiosis.base.hosts import check_hosts
 from symbiosis.errors import ConfigError
@@ -74,6 +75,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefill_tokens: Annotated[int, Doc("Maximum tokens of prompts in one step. Default: 512.")] = 512
     dtype: Annotated[str | None, Doc(
         "dtype of the executor that is started: float32, bfloat16, ... Default: that of the checkpoint.")] = None
+    devices: Annotated[str | None, Doc(
+        "Divide the model over several devices, with a process (a rank) on each, which compute every layer together: GPUs, such as 0-3 or 0,2, or "
+        "cpu, with --ranks. --memory is that of each; a share of a CPU's is that of all.")] = None
+    ranks: Annotated[int | None, Doc("With --devices cpu: how many ranks.")] = None
     compile: Annotated[bool, Doc("Compile the model's layers, on a GPU: faster steps, after a start of up to a minute more.")] = False
     drain_s: Annotated[float, Doc(
         "On SIGTERM or ctrl-C, how long requests under way may take to finish; a second one ends the server at once. Default: 30.")] = 30.0
@@ -102,8 +107,36 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("max-tenant-batch is for each API key: give --api-keys FILE, too")
         if self.checkpoints is not None and not self.train:
             raise ConfigError("checkpoints goes with train")
+        self._check_devices()
         check_dtype(self.dtype)
         check_hosts(self.allowed_hosts)
+
+    def _check_devices(self) -> None:
+        if self.ranks is not None and self.devices != "cpu":
+            raise ConfigError(
+                "ranks is how many there are on a CPU: it goes with --devices cpu. On GPUs there is one on each"
+            )
+        if self.devices is None:
+            return
+        if len(self.places) < 2:
+            raise ConfigError(
+                f"devices {self.devices}: a model is divided over two or more: name several GPUs, or cpu with --ranks 2 or more"
+            )
+        if self.train and self.devices != "cpu":
+            raise ConfigError(
+                "train goes with one device, or with --devices cpu: no trainer computes on GPUs that share a model's layers"
+            )
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The device of each rank, if the model is divided.
+
+        >>> ServeOptions(devices="0-1").places, ServeOptions(devices="cpu", ranks=2).places
+        (('cuda:0', 'cuda:1'), ('cpu', 'cpu'))
+        """
+        if self.devices == "cpu":
+            return ("cpu",) * (self.ranks or 1)
+        return tuple(f"cuda:{number}" for number in gpus_of(self.devices)) if self.devices else ()
 
     @property
     def memory_size(self) -> int | float | None:

@@ -51,7 +51,7 @@ def of_server(options: ServeOptions, executor: Options, free: Mapping[str, int] 
     Args:
         free: By place, what its options name a share of. Without it, only sizes count.
     """
-    found = Footprint({(HOST, "processes"): ENGINE + HTTP})
+    found = Footprint({(HOST, "processes"): max(1, len(options.places)) * ENGINE + HTTP})
     place = HOST
     if executor.on_gpu:
         place = _gpu(executor.places[0])

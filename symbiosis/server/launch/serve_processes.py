@@ -181,7 +181,7 @@ class ServeProcesses:
             first_token_s=options.first_token_s, prefill_tokens=options.prefill_tokens, max_waiting=options.max_requests,
             of_tenant=options.of_tenant, max_rank=options.max_rank, adapter_memory=options.adapter_memory_size,
             compiles=options.compile, wait=options.wait_s, max_adapter_bytes=options.max_adapter_bytes,
-            name=model_name(options),
+            name=model_name(options), devices=options.places,
         ) as engine:  # fmt: skip
             if options.executor is not None:
                 must_be_the_model(engine.config, located(str(options.model)), options.executor)
@@ -267,6 +267,8 @@ class ServeProcesses:
             self._give_up("the engine's thread has died")
         if engine.is_starved:
             self._give_up("there is no memory left to serve anything")
+        if engine.has_lost_ranks:
+            self._give_up("ranks die again and again")
         if engine.step_s > self._options.max_step_s:
             self._give_up(f"a step has taken longer than --max-step-s {self._options.max_step_s:g}: it hangs")
         if self._link.is_lost:

@@ -74,9 +74,13 @@ def main() -> None:
 
 
 def _beat(say: Say) -> None:
-    while True:
-        say(RankBeat())
-        time.sleep(BEAT_S)
+    """Say that this rank runs, until the first one is gone. Then end at once: the other thread may wait for a device that waits for that rank."""
+    try:
+        while True:
+            say(RankBeat())
+            time.sleep(BEAT_S)
+    except OSError:
+        os._exit(0)
 
 
 def _follow(follower: "RankFollower", steps: socket.socket, adapters: socket.socket) -> None:
@@ -118,6 +122,8 @@ class RankFollower:
 
     def take_pieces(self, connection: socket.socket) -> None:
         """Prepare pieces of adapters, in a thread of its own: steps go on meanwhile."""
+        if self._served.device.type == "cuda":
+            torch.cuda.set_device(self._served.device)
         while True:
             piece, descriptors = rank_messages.receive(connection, rank_messages.to_rank)
             if not isinstance(piece, AdapterPiece):

@@ -30,7 +30,7 @@ logger = logging.getLogger("symbiosis")
 
 ENTRY = "symbiosis.serving.tensor_parallel.follower:main"
 STOP_S = 10.0  # for a rank, when the engine closes
-SEND_S = 10.0  # for a rank to take a step: its socket holds many
+NOTICED_S = 1.0  # within which a rank's death is
 
 
 class Follower:
@@ -40,7 +40,6 @@ class Follower:
         self.rank, self._on_lost = order.rank, on_lost
         self.steps, steps = socket.socketpair()
         self.adapters, adapters = socket.socketpair()
-        self.steps.settimeout(None)
         self._pulse, self._ready = Pulse(), threading.Event()
         self.told: RankReady | None = None
         self._closing = False
@@ -54,6 +53,7 @@ class Follower:
                 environment=_environment(order),
                 first=msgspec.json.encode(order) + b"\n",
             )
+        self.pid = self._child.pid
         for run in (self._listen, self._watch):
             threading.Thread(target=run, name=f"symbiosis-rank-{order.rank}", daemon=True).start()
 
@@ -123,10 +123,16 @@ class Followers:
 
     def __init__(self, orders: Sequence[RankOrder], on_lost: Callable[[], None]) -> None:
         self.lost = ""  # why, once they are
+        self._is_lost = threading.Event()
         self._on_lost, self._losing = on_lost, threading.Lock()
         self._all: list[Follower] = []
         for order in orders:
             self._all.append(Follower(order, self.lose))
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of these ranks."""
+        return [each.pid for each in self._all]
 
     def ready(self) -> list[RankReady]:
         """Wait until all have their parts. Raises `RanksLost` if one has not come up."""
@@ -147,12 +153,18 @@ class Followers:
         """Give each its piece of an adapter, and return how many pages that takes at most. Raises `AdapterError` if one cannot take it."""
         return max(each.load(piece, memory) for each, piece, memory in zip(self._all, pieces, memories, strict=True))
 
+    def lose_by(self, error: Exception) -> None:
+        """Note that they cannot go on, because the first rank has failed. If it failed because another one died, that is about to be noticed."""
+        self._is_lost.wait(NOTICED_S)
+        self.lose(f"the first rank failed: {type(error).__name__}: {error}")
+
     def lose(self, why: str) -> None:
         """Note that they cannot go on, and end all. Steps that wait for one of them fail then."""
         with self._losing:
             if self.lost:
                 return
             self.lost = why
+        self._is_lost.set()
         self.close(at_once=True)
         self._on_lost()
 

@@ -31,11 +31,11 @@ from symbiosis.serving.tensor_parallel.adapter_pieces import piece_of, written
 from symbiosis.serving.tensor_parallel.collectives import Collectives
 from symbiosis.serving.tensor_parallel.division import INSTEAD
 from symbiosis.serving.tensor_parallel.followers import Followers, must_be_reachable
+from symbiosis.serving.tensor_parallel.nccl_group import meeting
 from symbiosis.serving.tensor_parallel.rank_group import rank_group
 from symbiosis.serving.tensor_parallel.rank_messages import AdapterPiece, MeetRanks, RankOrder, RankReady
 from symbiosis.serving.tensor_parallel.rank_runner import RankRunner, whole_model
 from symbiosis.serving.tensor_parallel.step_log import StepLog
-from symbiosis.transport.nccl import driver
 
 logger = logging.getLogger("symbiosis")
 
@@ -76,6 +76,7 @@ class LeadingRunner(RankRunner):
         must_be_reachable(order.endpoint)
         self._order, self._devices, self._live = order, devices, False
         self.told_bytes = 0  # of the last step
+        self.restarts = 0
         self._steps = StepLog()
         self._handed: WeakKeyDictionary[LoadedAdapter, HandedAdapter] = WeakKeyDictionary()
         self._numbers, self._handing = count(1), threading.Lock()  # of adapters
@@ -126,7 +127,7 @@ class LeadingRunner(RankRunner):
     def _meet(self) -> None:
         """Connect with the others, which are ready."""
         with tempfile.TemporaryDirectory(prefix="symbiosis-ranks-") as folder:
-            at = driver.new_unique() if self.device.type == "cuda" else str(Path(folder) / "ranks").encode()
+            at = meeting() if self.device.type == "cuda" else str(Path(folder) / "ranks").encode()
             self._followers.tell(MeetRanks(at))
             try:
                 self.collectives.group = rank_group(at, 0, self._order.ranks, self.device)
@@ -144,12 +145,17 @@ class LeadingRunner(RankRunner):
                 self.broadcast(step.fed.chosen)
             return super().logits(step, rows)
         except Exception as error:
-            self._followers.lose(f"the first rank failed: {type(error).__name__}: {error}")
+            self._followers.lose_by(error)
             raise RanksLost(self._followers.lost) from error
 
     def release(self, sequence: Sequence) -> None:
         self._steps.release(sequence)
         super().release(sequence)
+
+    @property
+    def rank_pids(self) -> list[int]:
+        """The processes of the other ranks."""
+        return self._followers.pids
 
     def lead(self, residency: AdapterCache) -> None:
         """Tell the others of adapters that come to the device and go."""
@@ -181,6 +187,7 @@ class LeadingRunner(RankRunner):
             self._meet()
             for handed in list(self._handed.values()):
                 self._followers.load(handed.pieces, handed.memories)
+        self.restarts += 1
 
     def close(self) -> None:
         self._followers.close()

@@ -1,12 +1,13 @@
 """Ranks on GPUs of one host, connected by NCCL. Operations are enqueued on the current stream, so a captured step has them within its graph."""
 
 import ctypes
+import os
 import threading
 
 import torch
 from torch import Tensor
 
-from symbiosis.transport.nccl.driver import check, library, unique_of
+from symbiosis.transport.nccl.driver import check, library, new_unique, unique_of
 
 DTYPES = {
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
@@ -15,10 +16,23 @@ SUM = 0
 ABORT_S = 2.0  # for a call that enqueues
 
 
+def meeting() -> bytes:
+    """Return the bytes by which ranks of this host find one another."""
+    _settle()
+    return new_unique()
+
+
+def _settle() -> None:
+    """Have NCCL use the loopback interface only, and no multicast of NVLink, unless whoever runs this says otherwise. It reads these once."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+
 class NcclGroup:
     """One rank's end. It waits for ever for a rank that is gone, until it is aborted."""
 
     def __init__(self, unique: bytes, rank: int, ranks: int, device: torch.device) -> None:
+        _settle()
         self._ranks, self._device, self._library = ranks, device, library()
         self._calling, self._is_aborted = threading.Lock(), False
         self._comm = ctypes.c_void_p()

@@ -1,5 +1,6 @@
 """Runs the part of a model that one rank has."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from symbiosis.serving.kv_cache.paged_memory import KvShape, page_elements
 from symbiosis.serving.runner.attention import NAME
 from symbiosis.serving.runner.model_runner import bytes_of
 from symbiosis.serving.runner.paged_runner import CannotBatch, PagedRunner
+from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput
 from symbiosis.serving.tensor_parallel.collectives import Collectives
 from symbiosis.serving.tensor_parallel.divided_model import cut, structure_of
 from symbiosis.serving.tensor_parallel.division import INSTEAD, Division
@@ -57,6 +59,10 @@ class RankRunner(PagedRunner):
             return self._pages * nbytes
         is_share = device.type == "cpu" and (memory is None or memory < 1)
         return bytes_of(memory, device) // (self.collectives.ranks if is_share else 1) // nbytes * nbytes
+
+    def logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            return super().logits(step, rows)
 
     @property
     def whole_kv(self) -> tuple[KvShape, ...]:
