@@ -140,7 +140,7 @@ def save_adapters(family: str, folder: Path) -> list[str]:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
-                    parameter += torch.randn_like(parameter) * 0.1
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
         names.append(f"adapter-{number}")
         model.eval().save_pretrained(str(folder / names[-1]), save_embedding_layers=False)
     return names

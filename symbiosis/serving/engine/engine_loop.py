@@ -62,6 +62,7 @@ class Loop:
         self._launched: InflightStep | None = None
         self._following: InflightStep | None = None  # launched behind it
         self._failed_once: set[Sequence] = set()  # with which ranks were lost last
+        self._lives = 0  # how often ranks were started again
         self.has_lost_ranks = False  # for good
         self._suspects = StepBisect()
         self._tracebacks = Tracebacks()
@@ -213,7 +214,10 @@ class Loop:
         except Exception as error:
             self._settle()
             if len(step.segments) > 1:
+                lives = self._lives
                 for part in self._suspects.parts(step):
+                    if self._lives > lives:  # nothing is computed any more of what the parts build on
+                        break
                     self._launched = self._launch(part)
                     self._settle()
             elif not (sequence := step.segments[0].sequence).has_ended:
@@ -240,6 +244,7 @@ class Loop:
         for sequence in failed & self._failed_once:
             self.end(sequence.request.id, Finish.ERROR, f"ranks were lost twice with it: {lost}")
         self._failed_once = failed
+        self._lives += 1
         self._scheduler.begin_anew()
         try:
             self._served.restart()

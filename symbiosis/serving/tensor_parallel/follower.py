@@ -52,7 +52,6 @@ def main() -> None:
     order = msgspec.json.decode(procs.heard, type=RankOrder)
     set_up_logging(order.log_format)
     procs.when_told_to_end(lambda: os._exit(0))
-    torch.set_flush_denormal(True)
     steps, adapters = socket.socket(fileno=order.steps), socket.socket(fileno=order.adapters)
     sending = threading.Lock()
 

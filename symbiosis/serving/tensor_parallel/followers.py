@@ -174,10 +174,14 @@ class Followers:
 
 
 def _environment(order: RankOrder) -> dict[str, str]:
-    """Return the environment of a rank, which shares a CPU's cores with the others."""
-    cores = len(os.sched_getaffinity(0))
-    threads = {} if order.device != "cpu" else {"OMP_NUM_THREADS": str(max(1, cores // order.ranks))}
+    """Return the environment of a rank."""
+    threads = {} if order.device != "cpu" else {"OMP_NUM_THREADS": str(threads_of_a_rank(order.ranks))}
     return threads | dict(os.environ)
+
+
+def threads_of_a_rank(ranks: int) -> int:
+    """Return how many threads compute for each rank on a CPU, whose cores they share."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def must_be_reachable(endpoint: str) -> None:

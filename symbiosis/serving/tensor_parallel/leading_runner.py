@@ -30,7 +30,7 @@ from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput, Sequen
 from symbiosis.serving.tensor_parallel.adapter_pieces import piece_of, written
 from symbiosis.serving.tensor_parallel.collectives import Collectives
 from symbiosis.serving.tensor_parallel.division import INSTEAD
-from symbiosis.serving.tensor_parallel.followers import Followers, must_be_reachable
+from symbiosis.serving.tensor_parallel.followers import Followers, must_be_reachable, threads_of_a_rank
 from symbiosis.serving.tensor_parallel.nccl_group import meeting
 from symbiosis.serving.tensor_parallel.rank_group import rank_group
 from symbiosis.serving.tensor_parallel.rank_messages import AdapterPiece, MeetRanks, RankOrder, RankReady
@@ -92,6 +92,8 @@ class LeadingRunner(RankRunner):
         whole, device = whole_model(order.endpoint, order.wait), torch.device(self._devices[0])
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(min(torch.get_num_threads(), threads_of_a_rank(order.ranks)))
         references = logits_of_probes(whole)
         super().__init__(whole, Collectives(0, order.ranks), device, order.memory)
         try:
