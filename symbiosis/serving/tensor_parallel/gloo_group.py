@@ -3,6 +3,7 @@
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
@@ -20,6 +21,7 @@ class GlooGroup:
         options._timeout = timedelta(seconds=seconds)
         self._ranks = ranks
         self._group: Any = ProcessGroupGloo(FileStore(file, ranks), rank, ranks, options)  # type: ignore[call-overload]
+        self.sum(torch.zeros(1))  # until all have come
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.clone()

@@ -99,10 +99,12 @@ class LeadingRunner(RankRunner):
         try:
             self._meet()
             self._prove(references)
-        except (CannotBatch, RanksLost) as why:
+        except CannotBatch as why:
             raise ConfigError(
                 f"{type(whole).__name__} cannot be divided over {order.ranks} ranks: {why}. {INSTEAD}"
             ) from why
+        except RanksLost as why:
+            raise ConfigError(f"{type(whole).__name__} is not served, as a rank was lost at the start: {why}") from why
         self.divide_adapter = self._hand_out
 
     def _memory_for(self, model: nn.Module, layers: tuple[KvShape, ...], memory: int | float | None) -> int:
