@@ -22,7 +22,6 @@ TARGETS = ("q_proj", "v_proj", "gate_proj", "down_proj")
 RANK = 8
 LENGTH, TRAIN_BATCH = 48, 4
 BYTES = 256  # tokens of the demo model that stand for something
-REPEATS = 24
 HELD_OUT = 32
 AT_ONCE = 12 * BYTES  # tokens of which there are many
 GATED = frozenset(f"model.layers.0.mlp.{name}" for name in ("gate_proj", "down_proj"))
@@ -31,8 +30,8 @@ ATTENDED = frozenset({"model.layers.0.self_attn.o_proj"})
 
 @dataclass(frozen=True)
 class Size:
-    """How much the owner does. Every token is sent `first` times as the first of a sequence. For the equations of the adapter, `tokens`
-    more are sent, of known text and as first ones."""
+    """How much the owner does. Every token is sent `first` times as the first of a sequence, and one prompt `repeats` times. For the equations
+    of the adapter, `tokens` more are sent, of known text and as first ones."""
 
     steps: int
     logged_steps: int
@@ -40,6 +39,7 @@ class Size:
     first: int
     distil_steps: int
     tokens: int = 0
+    repeats: int = 24
 
 
 FULL = Size(steps=40, logged_steps=12, known=64, first=12, distil_steps=160, tokens=1 << 15)
@@ -134,7 +134,7 @@ def own(endpoint: str, privacy: Privacy | None, recorders: Sequence[Recorder], w
 
     adapted.eval()
     ask("known", list(work.known.split(8)))
-    ask("repeat", [work.prompt] * REPEATS)
+    ask("repeat", [work.prompt] * size.repeats)
     ask("first", [torch.arange(BYTES)[:, None]] * size.first)
     begin(None)
     if recorders and size.tokens:

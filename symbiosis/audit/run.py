@@ -18,7 +18,7 @@ from torch import Tensor
 import symbiosis
 from symbiosis.audit import adapter_attacks, attacks, broken_masks
 from symbiosis.audit.operator_view import Claim, OperatorView
-from symbiosis.audit.owner import BYTES, FULL, QUICK, REPEATS, TRAIN_BATCH, Owner, Size, Work, own
+from symbiosis.audit.owner import BYTES, FULL, QUICK, TRAIN_BATCH, Owner, Size, Work, own
 from symbiosis.audit.public_knowledge import PublicKnowledge
 from symbiosis.audit.recorder import Recorder
 from symbiosis.audit.unmasked import Unmasked, unequal_values
@@ -174,7 +174,7 @@ def setup(level: Level, size: Size, work: Work, folder: Path, bits: int = 8, tcp
 
 def rows_needed(size: Size, work: Work) -> int:
     """Return how many rows each layer is given, with those that are lost because pads are taken from the disk by the dozen."""
-    asked = work.training.numel() + work.known.numel() + REPEATS * work.prompt.numel() + work.held_out.numel()
+    asked = work.training.numel() + work.known.numel() + size.repeats * work.prompt.numel() + work.held_out.numel()
     return asked + 2 * size.tokens + size.first * BYTES + 3 * TRAIN_BATCH * work.known.shape[1] + 1024
 
 

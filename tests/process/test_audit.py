@@ -66,6 +66,7 @@ from tests.processes import Process, run, until
 NEIGHBOURS = "difference of two rows of a call"
 ADAPTED = ("v_proj", "gate_proj", "down_proj")
 SMALL = Size(steps=1, logged_steps=3, known=24, first=1, distil_steps=1)  # enough for attacks on rows
+FEW = dataclasses.replace(SMALL, logged_steps=2, known=8, repeats=4)  # ... but not for what only shows over many calls
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -217,9 +218,9 @@ class Trusting(SplitLevel):
         pass
 
 
-def flagged(protected: Setup, public: PublicKnowledge) -> set[str]:
+def flagged(protected: Setup, public: PublicKnowledge, size: Size = FEW) -> set[str]:
     """The attacks on rows that got more than they may, and the bytes that are not uniform."""
-    owner = own(*protected, small_work(public), SMALL)
+    owner = own(*protected, small_work(public, size), size)
     found = set()
     for recorder in protected.recorders:
         view = OperatorView(recorder)
@@ -237,9 +238,9 @@ def uneven(view: OperatorView) -> set[str]:
 
 
 @cache
-def small_work(public: PublicKnowledge) -> Work:
+def small_work(public: PublicKnowledge, size: Size = SMALL) -> Work:
     """No attack on rows asks what the owner makes of held-out text."""
-    work = Work.of(public.tokenizer, SMALL)
+    work = Work.of(public.tokenizer, size)
     return dataclasses.replace(work, held_out=work.held_out[:1])
 
 
@@ -285,7 +286,7 @@ def test_one_pad_for_all_rows_is_found(
     tmp_path: Path,
 ) -> None:
     everywhere(monkeypatch, pads)
-    with setup("split", SMALL, small_work(public), tmp_path) as protected:
+    with setup("split", FEW, small_work(public, FEW), tmp_path) as protected:
         found = flagged(protected, public)
     assert findings <= found if findings else found == set()
 
@@ -295,7 +296,7 @@ def test_pads_that_are_used_again_are_found(
 ) -> None:
     monkeypatch.setattr(split_module, "new_key", lambda: bytes(32))
     with setup("split", SMALL, small_work(public), tmp_path) as protected:
-        found = flagged(protected, public)
+        found = flagged(protected, public, SMALL)
     assert {"difference of two requests", "difference of two layers", "chi-square, any byte"} <= found
 
 
@@ -305,7 +306,7 @@ def test_a_pad_file_that_gives_pads_out_again_is_found(
 ) -> None:
     if not burned:
         monkeypatch.setattr(PadFile, "take", lambda self, stream, rows: 0)
-    with setup("pads", SMALL, small_work(public), tmp_path) as protected:
+    with setup("pads", FEW, small_work(public, FEW), tmp_path) as protected:
         found = flagged(protected, public)
     assert ("difference of two requests" in found) is not burned
     assert burned is (found == set())
