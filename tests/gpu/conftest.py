@@ -1,4 +1,5 @@
-"""The processes of tests on a GPU, and what tests of captured steps need of those before them."""
+"""The processes of tests on a GPU, and what tests of captured steps need of those before them. Torch is imported where it is used,
+as in `tests/conftest.py`."""
 
 import atexit
 import gc
@@ -8,12 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-
-from tests.processes import context
 
 
 def run_in(environment: dict[str, str], function: Callable, *args: Any, **words: Any) -> None:
+    import torch
+
     assert not torch.cuda._is_in_bad_fork(), "who imports everything must not use CUDA"
     os.environ.clear()
     os.environ.update(environment)  # that of the test, for example where MPS listens
@@ -26,9 +26,10 @@ def run_in(environment: dict[str, str], function: Callable, *args: Any, **words:
 class Processes:
     """Children that are killed at the end. They are forked from a process that has imported everything and has never used CUDA."""
 
-    context = context
-
     def __init__(self) -> None:
+        from tests.processes import context
+
+        self.context = context
         self.started: list[Any] = []
 
     def start(self, function: Callable, where: str, *args: Any, **words: Any) -> tuple[Any, Any]:
@@ -64,6 +65,8 @@ def nobody_else() -> None:
 @pytest.fixture(autouse=True)
 def random_numbers_can_be_drawn() -> Iterator[None]:
     """A capture that fails leaves torch unable to draw any outside of graphs, unless that is mended."""
+    import torch
+
     yield
     if torch.cuda.is_initialized():
         torch.rand(1, device="cuda")

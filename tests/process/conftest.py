@@ -1,17 +1,20 @@
-"""Fixtures of tests that start processes, or look at what executors see."""
+"""Fixtures of tests that start processes, or look at what executors see. Torch is imported where it is used, as in `tests/conftest.py`."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from torch import nn
 
 import symbiosis
-from symbiosis.cli.pad_files import make
-from symbiosis.client.session import Session
 from tests.conftest import tiny_llama
-from tests.private import TOKENS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from symbiosis.client.session import Session
 
 
 @pytest.fixture
@@ -21,6 +24,8 @@ def executor(url: str, serve: Callable) -> symbiosis.Executor:
 
 @pytest.fixture
 def session(executor: symbiosis.Executor) -> Iterator[Session]:
+    from symbiosis.client.session import Session
+
     session = Session(executor.endpoint)
     yield session
     session.close()
@@ -40,6 +45,8 @@ def two(serve: Callable) -> Callable[[nn.Module], tuple[symbiosis.Executor, symb
 @pytest.fixture
 def pads(tmp_path: Path) -> Callable[..., Path]:
     """A file of pads for a model, with gradients."""
+    from symbiosis.cli.pad_files import make
+    from tests.private import TOKENS
 
     def build(model: nn.Module, tokens: int = TOKENS, bits: int = 8, name: str = "x.pads") -> Path:
         if not (tmp_path / "model").exists():

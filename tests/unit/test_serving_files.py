@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,10 @@ def many(tensors: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "data", [many(110_000), many(1000).replace(b'"data_offsets"', b'"data_offset\\u0073"')[:-1] + b" }"]
+    "make", [lambda: many(110_000), lambda: many(1000).replace(b'"data_offsets"', b'"data_offset\\u0073"')[:-1] + b" }"]
 )
-def test_tensors_are_counted_before_any_is_made(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_counted_before_any_is_made(make: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make()
     monkeypatch.setattr(adapter_files, "_tensor", None)
     monkeypatch.setattr(json, "loads", lambda text: None)
     with pytest.raises(
