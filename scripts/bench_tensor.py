@@ -10,6 +10,7 @@ two GPUs a step reads half as much on each, and adds up two sums for each layer.
 """
 
 import argparse
+import gc
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 SEQUENCES, CONTEXT, STEPS, WARM = 32, 512, 200, 24
 RANK = 16
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LATEST_S = 300.0
 
 
@@ -49,22 +51,24 @@ def model_of(layers: int) -> nn.Module:
     return made.eval().requires_grad_(False)
 
 
-def adapter(model: nn.Module, seed: int) -> AdapterWeights:
+def adapter(layers: int, seed: int) -> AdapterWeights:
     """A LoRA at all projections."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=layers))
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
             key = f"base_model.model.{name}.lora_"
             tensors[f"{key}A.weight"] = torch.randn(RANK, module.in_features, generator=generator).bfloat16() * 0.01
             tensors[f"{key}B.weight"] = torch.randn(module.out_features, RANK, generator=generator).bfloat16() * 0.01
-    targets = sorted(
-        {name.split(".")[-2] for name in tensors} - {"lora_A", "lora_B"} | {name.split(".")[-3] for name in tensors}
-    )
-    leaves = [each for each in targets if each.endswith("_proj")]
-    return AdapterWeights(
-        {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": leaves, "task_type": "CAUSAL_LM"},
-        tensors,
-    )
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": PROJECTIONS,
+        "task_type": "CAUSAL_LM",
+    }
+    return AdapterWeights(config, tensors)
 
 
 def step_ms(engine: Engine, adapters: list[str | None]) -> tuple[float, list[list[int]]]:
@@ -87,19 +91,21 @@ def step_ms(engine: Engine, adapters: list[str | None]) -> tuple[float, list[lis
         prompt = tuple(torch.randint(3, 32000, (CONTEXT,), generator=chance).tolist())
         id = engine.next_id()
         numbers[id] = number
-        sampling = Sampling(max_tokens=STEPS + WARM + number, temperature=0.0, ignore_eos=True)
+        sampling = Sampling(max_tokens=WARM + STEPS + SEQUENCES, temperature=0.0, ignore_eos=True)
         engine.submit(Request(id=id, prompt=prompt, adapter=name, sampling=sampling), on_output)
     for _ in adapters:
         if not ended.acquire(timeout=LATEST_S):
             raise RuntimeError("no tokens come")
     if errors:
         raise RuntimeError(errors[0])
-    last = times[-1][WARM : WARM + STEPS]  # when the last sequence goes on, all do
+    last = times[-1][
+        WARM : WARM + STEPS
+    ]  # the last sequence begins some steps after the first, and all go on for longer
     return statistics.median(b - a for a, b in zip(last, last[1:], strict=False)) * 1e3, tokens
 
 
 @contextmanager
-def served(model: nn.Module, devices: tuple[str, ...], compiles: bool) -> Iterator[Engine]:
+def served(layers: int, devices: tuple[str, ...], compiles: bool) -> Iterator[Engine]:
     """An engine on one GPU, or over several."""
     options: dict[str, Any] = {
         "memory": 24 << 30,
@@ -109,13 +115,13 @@ def served(model: nn.Module, devices: tuple[str, ...], compiles: bool) -> Iterat
         "adapter_memory": 16 << 30,
     }
     if len(devices) == 1:
-        with Engine(model, **options) as engine:
+        with Engine(model_of(layers), **options) as engine:
             yield engine
         return
     with tempfile.TemporaryDirectory() as folder:
         url = f"local://{folder}/executor.sock"
         with (
-            symbiosis.Executor(model.cpu(), listen=(url,), share_weights=True),
+            symbiosis.Executor(model_of(layers).cpu(), listen=(url,), share_weights=True),
             Engine(url, devices=devices, **options) as engine,
         ):
             yield engine
@@ -138,12 +144,14 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     layers = args.layers or (6 if args.quick else 20)
     devices = tuple(f"cuda:{number}" for number in gpus_of(args.devices))
-    model, report = model_of(layers), Report("bench_tensor")
-    adapters = {f"adapter-{number}": adapter(model, number) for number in range(SEQUENCES)}
+    report = Report("bench_tensor")
+    adapters = {f"adapter-{number}": adapter(layers, number) for number in range(SEQUENCES)}
     rows, found, texts = [], dict[str, float](), dict[str, list[list[int]]]()
     for places in (devices[:1], devices):
         began = time.perf_counter()
-        with served(model, places, args.compile) as engine:
+        gc.collect()
+        torch.cuda.empty_cache()
+        with served(layers, places, args.compile) as engine:
             up = time.perf_counter() - began
             for name, weights in adapters.items():
                 engine.add(name, weights)
