@@ -7,7 +7,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from symbiosis.errors import ConfigError
 
-KEPT = 32  # results of a run, for whoever sends a command again
+KEPT, KEPT_BYTES = 512, 16 << 20  # results of a run, for whoever sends a command again
+ALWAYS_KEPT = 32  # of these, however large they are
 EARLY = 1024  # commands of a run that wait for one before them, at most
 PATIENCE_S = 60.0  # for so long they wait
 
@@ -37,11 +38,13 @@ class CommandOrder(Generic[C]):
     True
     """
 
-    def __init__(self) -> None:
-        self.next = 1
+    def __init__(self, patience: float = PATIENCE_S) -> None:
+        self.next = self.first_kept = 1  # the latter: the first number whose result is kept
+        self._patience = patience
         self._taken: OrderedDict[int, tuple[str, Future[Any]]] = (
             OrderedDict()
         )  # futures, of the last ones also when they are done
+        self._sizes: dict[int, int] = {}  # of results
         self._early: dict[int, C] = {}
         self._since = 0.0  # when the first of these came
 
@@ -53,7 +56,7 @@ class CommandOrder(Generic[C]):
     @property
     def due(self) -> float:
         """When those that wait are told what is missing."""
-        return self._since + PATIENCE_S if self._early else float("inf")
+        return self._since + self._patience if self._early else float("inf")
 
     def known(self, number: int, verb: str) -> "Future[Any] | None":
         """Return the future of a command that came before. Raises `ConfigError` if there was another command of this number, or if its result
@@ -68,7 +71,7 @@ class CommandOrder(Generic[C]):
             )
         if kept is None and number < self.next:
             raise ConfigError(
-                f"command {number} was done, and only the last {KEPT} results are kept: the next number is {self.next}"
+                f"command {number} was done, and only results from {self.first_kept} on are kept: the next number is {self.next}"
             )
         return None if kept is None else kept[1]
 
@@ -105,7 +108,15 @@ class CommandOrder(Generic[C]):
 
     def _take(self, number: int, verb: str, future: "Future[Any]") -> None:
         self._taken[number] = verb, future
-        for old in list(self._taken)[: max(0, len(self._taken) - KEPT)]:
-            if not self._taken[old][1].done():
+        future.add_done_callback(lambda done: self._sizes.update({number: _nbytes(done)}))
+        held = sum(self._sizes.get(each, 0) for each in self._taken)
+        for old in list(self._taken)[:-ALWAYS_KEPT]:
+            if (len(self._taken) <= KEPT and held <= KEPT_BYTES) or not self._taken[old][1].done():
                 break
+            held -= self._sizes.pop(old, 0)
             del self._taken[old]
+        self.first_kept = next(iter(self._taken))
+
+
+def _nbytes(done: "Future[Any]") -> int:
+    return 0 if done.exception() else int(getattr(done.result(), "nbytes", 0))

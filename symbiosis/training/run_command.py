@@ -32,6 +32,10 @@ class PassResult:
     logprobs: list[Tensor]
     joined: int
 
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.logprobs)
+
 
 @dataclass(eq=False)
 class Command:
@@ -94,7 +98,7 @@ def result_record(verb: str, number: int | None, result: Any, error: BaseExcepti
     elif isinstance(result, float):
         record.norm = result
     elif result is not None:
-        record.path = str(result)
+        record.text = str(result)
     return record
 
 
@@ -110,7 +114,8 @@ def future_of(record: Record) -> "Future[Any]":
         ]
         future.set_result(PassResult(record.loss, logprobs, record.joined))
     else:
-        future.set_result(record.norm if record.verb == "step" else Path(record.path) if record.path else None)
+        told = Path(record.text) if record.verb == "save" else record.text
+        future.set_result(record.norm if record.verb == "step" else told)
     return future
 
 

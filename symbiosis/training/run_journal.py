@@ -26,6 +26,7 @@ from torch import Tensor
 
 from symbiosis.errors import AdapterError
 from symbiosis.training.datum import Datum
+from symbiosis.training.train_state import TrainState
 
 RATIO = 10.0
 LONGEST = 64 << 20  # bytes of a log
@@ -69,6 +70,7 @@ class Record(msgspec.Struct, omit_defaults=True, kw_only=True):
         is_past: The state knows of it; only its result is kept.
         slopes: Derivatives by the log probabilities, of a loss that only the program knew.
         words: What a step was asked for.
+        text: What a call returned: of a save, the path.
     """
 
     verb: str
@@ -84,7 +86,7 @@ class Record(msgspec.Struct, omit_defaults=True, kw_only=True):
     logprobs: list[tuple[bytes, int]] = []
     joined: int = 1
     norm: float = 0.0
-    path: str = ""
+    text: str = ""
 
 
 class About(msgspec.Struct, frozen=True):
@@ -110,13 +112,17 @@ class RunJournal:
         self.key = (folder / "adapter_config.json").read_text() + str(self.about.lora_plus)
 
     @classmethod
-    def begin(cls, folder: Path, config: Any, about: About) -> "RunJournal":
+    def begin(cls, folder: Path, config: Any, about: About, loaded: TrainState | None = None) -> "RunJournal":
+        """Make the folder of a run, which is there as a whole or not at all; of one that begins with a checkpoint, with its state."""
         part = folder.with_name(f".{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         try:
             part.mkdir(parents=True)
             config.save_pretrained(str(part))
             (part / "run.json").write_bytes(msgspec.json.encode(about))
+            if loaded is not None:
+                save_file(loaded.tensors(), part / "state-1.safetensors", {"steps": str(loaded.steps)})
+                (part / "log-1").touch()
             part.rename(folder)
         except BaseException as error:
             shutil.rmtree(part, ignore_errors=True)

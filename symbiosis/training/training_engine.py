@@ -15,6 +15,7 @@ from symbiosis.client.from_executor import built
 from symbiosis.client.weights.remote_weight import close_sessions, remote_weights
 from symbiosis.errors import Busy, ConfigError
 from symbiosis.training.checkpoint_folders import check_adapter
+from symbiosis.training.command_order import PATIENCE_S
 from symbiosis.training.command_queue import CommandQueue
 from symbiosis.training.datum import Datum, check_tokens
 from symbiosis.training.engine_folder import NAME, EngineFolder
@@ -49,6 +50,7 @@ class TrainingEngine:
         max_rank: Of an adapter.
         max_waiting: Commands that wait in all. Of these a tenant has as many as it leaves free.
         room_wait: How long a command waits for room among them, in seconds, until it raises `Busy`; None: as long as it takes.
+        order_wait: How long a command with a number waits for those before it, in seconds, until its future says which one is missing.
         state: A folder in which runs outlive this process: no command that was acknowledged is lost if it is killed. One engine has it at a time.
         in_memory: Runs whose adapters and optimizers are in memory, with `state`: idle ones beyond that are in that folder only. Default: 256.
         on_device: Of these, on a GPU: those that were used last. Default: as many as leave an eighth of its memory free.
@@ -73,6 +75,7 @@ class TrainingEngine:
         max_rank: int = 256,
         max_waiting: int = 4096,
         room_wait: float | None = None,
+        order_wait: float = PATIENCE_S,
         state: str | Path | None = None,
         in_memory: int | None = None,
         on_device: int | None = None,
@@ -88,7 +91,7 @@ class TrainingEngine:
                 raise ConfigError(f"{name} is {'2 or more' if name == 'max_waiting' else 'positive'}, not {number}")
         if in_memory is not None and state is None:
             raise ConfigError("in_memory needs state=FOLDER, where the other runs are")
-        self._max_rank, self._room_wait = max_rank, room_wait
+        self._max_rank, self._room_wait, self.order_wait = max_rank, room_wait, order_wait
         self._folder = None if state is None else EngineFolder(Path(state))
         self._own_model: nn.Module | None = None
         try:
@@ -155,15 +158,18 @@ class TrainingEngine:
         about = About(tenant, _drawn_seed() if seed is None else seed, lora_plus)
         return self._begin(name, config, about, self._made(config, about), is_new=True)
 
-    def load(self, path: str | Path, *, tenant: str = "", name: str | None = None) -> Run:
-        """Begin a run with a checkpoint of `Run.save`, or with an adapter that PEFT saved: then the optimizer begins anew."""
+    def load(
+        self, path: str | Path, *, optimizer: bool = True, tenant: str = "", name: str | None = None
+    ) -> Run:
+        """Begin a run with a checkpoint of `Run.save`, or with an adapter that PEFT saved: then the optimizer begins anew, as it does without
+        `optimizer`."""
         folder = Path(path)
         check_adapter(folder)
         config = config_of(folder)
         check_rank(config, self._max_rank)
         about = About(tenant, 0, lora_plus_of(folder))
         state = self._made(config, about)
-        state.load(folder)
+        state.load(folder, optimizer)
         return self._begin(name, config, about, state, is_new=False)
 
     def open(self, name: str) -> Run:
@@ -271,9 +277,7 @@ class TrainingEngine:
         def begin(state: TrainState) -> None:
             self._model.add(state.adapter)
             if self._folder is not None:
-                run.journal = RunJournal.begin(self._folder.path / name, config, about)
-                if not is_new:
-                    run.journal.write(state.tensors(), state.steps, [])
+                run.journal = RunJournal.begin(self._folder.path / name, config, about, None if is_new else state)
             run.steps = state.steps
 
         try:

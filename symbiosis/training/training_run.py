@@ -20,6 +20,8 @@ class Commander(Protocol):
     """Whom a run's commands go to: the engine."""
 
     def check(self, data: Sequence[Datum], in_front: int) -> None: ...
+    @property
+    def order_wait(self) -> float: ...
     def put(self, run: "Run", command: Command) -> Any: ...
     def put_in_order(self, run: "Run", number: int, verb: str, make: Callable[[], Command]) -> Any: ...
     def forget(self, run: "Run") -> None: ...
@@ -33,7 +35,7 @@ class Run:
         self.steps = 0  # that the optimizer has made
         # the rest is the engine's
         self.commands: deque[Command] = deque()  # that wait, in their order
-        self.order = CommandOrder[Command]()
+        self.order = CommandOrder[Command](engine.order_wait)
         self.state: TrainState | None = None  # None while it is on disk only
         self.journal = journal
         self.is_read = False  # its values are not those that its commands make: its folder does not know of them
@@ -51,6 +53,11 @@ class Run:
     def next_number(self) -> int:
         """The number of the next command, if they are numbered."""
         return self.order.next
+
+    @property
+    def first_kept(self) -> int:
+        """The first number whose result is kept."""
+        return self.order.first_kept
 
     def forward_backward(
         self, batch: Any, loss: str | Custom = "cross_entropy", config: Mapping[str, float] | None = None
@@ -97,7 +104,7 @@ class Run:
     def when_done(self, call: Callable[[], Any]) -> "Future[Any]":
         """Have something called when all commands before have been done, and before any later one: `write`, `read`, or what looks at `model`.
         All runs wait meanwhile, so it must be quick."""
-        return self._put(Command("call", call=lambda _: call()))
+        return self._put(self._call(call))
 
     def write(self, target: Path) -> None:
         """Write the files of `save` at once. To be called by `when_done`."""
@@ -128,7 +135,8 @@ class Run:
         with it is told by its future, too, since its number is used up then.
 
         Args:
-            verb: "forward_backward", "forward", "step" or "save", which takes these arguments.
+            verb: "forward_backward", "forward", "step" or "save", which takes these arguments; or "call", which takes a function, as `when_done`
+                does. What it returns is kept as a text. After a crash it may be called once more, so it must do the same thing again.
 
         >>> import symbiosis
         >>> from peft import LoraConfig
@@ -140,8 +148,8 @@ class Run:
         ...     late.result() > 0, first is again, run.steps
         (True, True, 1)
         """
-        if verb not in (FORWARD_BACKWARD, FORWARD, "step", "save"):
-            raise ConfigError(f"the verbs are forward_backward, forward, step and save; not {verb!r}")
+        if verb not in (FORWARD_BACKWARD, FORWARD, "step", "save", "call"):
+            raise ConfigError(f"the verbs are forward_backward, forward, step, save and call; not {verb!r}")
         make: Callable[..., Command] = getattr(self, f"_{verb}")
         return self._engine.put_in_order(self, number, verb, lambda: make(*args, **words))  # type: ignore[no-any-return]
 
@@ -200,6 +208,9 @@ class Run:
         if ttl_seconds is not None and not 0 < ttl_seconds < float("inf"):
             raise ConfigError(f"ttl_seconds is a positive number of seconds, or None, not {ttl_seconds}")
         return Command("save", call=lambda state: write_checkpoint(state, target, ttl_seconds))
+
+    def _call(self, function: Callable[[], Any]) -> Command:
+        return Command("call", call=lambda _: function())
 
     def _put(self, command: Command) -> Any:
         return self._engine.put(self, command)

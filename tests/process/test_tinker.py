@@ -4,6 +4,7 @@ import importlib.util
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.serving_api import Api, eventually, http_process, web
 if importlib.util.find_spec("tinker") is None:
     pytest.skip("needs the package tinker, for its descriptor", allow_module_level=True)
 
-from symbiosis.server.tinker import tinker_service, wire
+from symbiosis.server.tinker import tinker_service, tinker_sessions, wire
 
 KEYS = {"anna": "tml-key-of-anna", "bob": "tml-key-of-bob"}
 TEXT = list(b"Once upon a time there was a base model.")
@@ -28,12 +29,19 @@ TEXT = list(b"Once upon a time there was a base model.")
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    folder = tmp_path_factory.mktemp("tinker")
+    with served(tmp_path_factory.mktemp("tinker")) as api:
+        yield api
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[Api]:
     write_secret(folder / "keys", "".join(f"{name} {key}\n" for name, key in KEYS.items()))
     with (
         symbiosis.Executor("demo") as executor,
         Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25, name="demo") as engine,
-        symbiosis.training.Engine(executor.endpoint) as trainer,
+        symbiosis.training.Engine(
+            executor.endpoint, state=tinker_service.runs_folder(folder / "checkpoints"), order_wait=60.0
+        ) as trainer,
     ):
         training = tinker_service.TrainingService(engine, trainer, folder / "checkpoints", "demo", str(DEMO_MODEL))
         try:
@@ -365,13 +373,13 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_tensors_that_lie_are_refused(api: Api, what: str) -> None:
-    make, named = WRONG[what]
-    answer = Client(api).send_pass("a run", 1, datum(), make())
-    assert answer.status_code in (400, 413) and "datum 1:" in error_of(answer) and named in error_of(answer), (
-        answer.text
-    )
+def test_tensors_that_lie_are_refused_in_their_turn(api: Api) -> None:
+    client = Client(api)
+    run = client.run()
+    for number, (what, (make, named)) in enumerate(WRONG.items(), 1):
+        told = client.wait(client.send_pass(run, number, datum(), make()).json())
+        assert told["category"] == "user" and "datum 1:" in told["error"] and named in told["error"], (what, told)
+    assert client.trained(run, len(WRONG) + 1).metrics["loss:sum"] > 0  # the run goes on
 
 
 def test_bodies_that_are_too_large_or_cut_off(api: Api) -> None:
@@ -473,10 +481,10 @@ def test_a_silent_session_ends_and_frees_what_it_had(api: Api, monkeypatch: pyte
     client.wait(client.told("save_weights_for_sampler", model_id=run, seq_id=1, sampling_session_seq_id=0))
     waits = client.send_pass(run, 3).json()  # for one that never comes
     assert len(api.engine.adapters()) == before + 1
-    monkeypatch.setattr(tinker_service, "SESSION_S", 0.0)
-    eventually(lambda: len(api.engine.adapters()) <= before)
+    monkeypatch.setattr(tinker_sessions, "SESSION_S", 0.0)
+    eventually(lambda: client.post("session_heartbeat", session_id=client.session).status_code == 410)
     monkeypatch.undo()
-    assert client.post("session_heartbeat", session_id=client.session).status_code == 410
+    eventually(lambda: len(api.engine.adapters()) <= before)
     assert client.post("retrieve_future", **{"request_id": waits["request_id"]}).status_code == 410
 
 
@@ -496,3 +504,57 @@ def test_samples_queue_where_a_key_has_its_part(api: Api) -> None:
     for thread in threads:
         thread.join(60)
     assert len(found) == 24 and all(len(each.sequences) == 100 for each in found)
+
+
+def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
+    def tokens(client: Client, sampler: str) -> bytes:
+        return bytes(client.sample(sampler, 1, params={"temperature": 1.0, "seed": 5}).sequences[0].tokens)
+
+    with served(tmp_path) as api:
+        client, undisturbed = Client(api), Client(api)
+        run = client.run()
+        for number in (1, 3):
+            client.trained(run, number)
+            client.step(run, number + 1, lr=3e-2)
+        save = {"model_id": run, "sampling_session_seq_id": 0}
+        sampler = client.wait(client.told("save_weights_for_sampler", seq_id=5, **save))["sampling_session_id"]
+        follows = client.wait(
+            client.told(
+                "save_weights_for_sampler", seq_id=6, **save | {"sampling_session_seq_id": 1, "kind": "inflight"}
+            )
+        )["sampling_session_id"]
+        path = client.wait(client.told("save_weights", model_id=run, seq_id=7, path="first"))["path"]
+        waits = [
+            client.send_pass(run, 9).json(),
+            client.told("optim_step", model_id=run, seq_id=10, adam_params={"learning_rate": 3e-2}),
+        ]
+        drawn, of_base = (
+            tokens(client, sampler),
+            undisturbed.told(
+                "create_sampling_session", session_id=undisturbed.session, sampling_session_seq_id=3, base_model="demo"
+            )["sampling_session_id"],
+        )
+        last = client.wait({"request_id": f"{run}/3"})
+    with served(tmp_path) as api:
+        client.url = undisturbed.url = f"{api.url}/api/v1"
+        assert client.told("session_heartbeat", session_id=client.session)
+        assert tokens(client, sampler) == tokens(client, follows) == drawn != tokens(undisturbed, of_base)
+        assert client.wait({"request_id": f"{run}/3"}) == last  # what was done is not done again
+        taken = client.wait(client.told("save_weights", model_id=run, seq_id=8, path="first"))
+        assert "already" in taken["error"]
+        norms = [client.wait(each) for each in waits[1:]]
+        same = undisturbed.run()
+        for number in (1, 3, 5):
+            loss = undisturbed.trained(same, number).metrics["loss:sum"]
+            norm = undisturbed.step(same, number + 1, lr=3e-2)["metrics"]["grad_norm:mean"]
+        told = wire.messages().ForwardBackwardOutput.FromString(client.wait(waits[0]))
+        assert told.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+        assert norms[0]["metrics"]["grad_norm:mean"] == pytest.approx(norm, rel=1e-4)
+        loaded = client.wait(
+            client.told("load_weights", path=path, optimizer=True, session_id=client.session, model_seq_id=7)
+        )["model_id"]
+        client.post(f"sessions/{client.session}/finish")
+        assert client.post("get_info", model_id=loaded).status_code == 410
+        state = tmp_path / "checkpoints" / "state"
+        eventually(lambda: [each.name for each in (state / "runs").iterdir() if each.name[0] != "."] == [same])
+        assert [each.name for each in (state / "sessions").iterdir()] == [undisturbed.session]

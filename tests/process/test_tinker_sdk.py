@@ -1,14 +1,16 @@
-"""Tinker's SDK, unmodified, against `symbiosis serve demo --train` with all of its processes; one of them is killed."""
+"""Tinker's SDK, unmodified, against `symbiosis serve demo --train` with all of its processes, each of which is killed."""
 
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.ranks import free_port
 from tests.serving_api import Command, eventually, is_up
 
 pytest.importorskip("tinker")
@@ -65,6 +67,52 @@ print("done", flush=True)
 """
 
 
+GOES_ON = """
+import sys
+import numpy as np
+import tinker
+
+service = tinker.ServiceClient()
+ids = list(b"Once upon a time there was a base model that was shared.")
+weights = np.ones(len(ids) - 1, np.float32)
+datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": np.array(ids[1:]), "weights": weights})
+
+
+def sent(run, count):
+    return [each for _ in range(count) for each in (run.forward_backward([datum], "cross_entropy"), run.optim_step(tinker.AdamParams(learning_rate=1e-2)))]
+
+
+def losses(promises):
+    return [each.result().metrics["loss:sum"] for each in promises[::2]]
+
+
+def sampled(sampler):
+    [found] = sampler.sample(tinker.ModelInput.from_ints(ids[:9]), 1, tinker.SamplingParams(max_tokens=8, seed=3)).result().sequences
+    return found.tokens, np.array(found.logprobs)
+
+
+def same(one, other):
+    assert one[0] == other[0] and np.abs(one[1] - other[1]).max() < 1e-4, (one, other)
+
+
+run = service.create_lora_training_client(base_model="demo", rank=4, seed=1).result()
+before = losses(sent(run, 3))
+old = run.save_weights_and_get_sampling_client()
+drawn = sampled(old)
+promises = sent(run, 20)
+promises[0].result()
+print("trained", flush=True)
+sys.stdin.readline()  # meanwhile the server is killed, and started again
+after = losses(promises)
+same(sampled(old), drawn)
+other = service.create_lora_training_client(base_model="demo", rank=4, seed=1).result()
+undisturbed = losses(sent(other, 23))
+assert np.abs(np.array(before + after) - undisturbed).max() < 1e-3, (before + after, undisturbed)
+same(sampled(run.save_weights_and_get_sampling_client()), sampled(other.save_weights_and_get_sampling_client()))
+print("done", flush=True)
+"""
+
+
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Command]:
     command = Command("--train", "--checkpoints", str(tmp_path / "checkpoints"))
@@ -74,18 +122,40 @@ def command(tmp_path: Path) -> Iterator[Command]:
         command.close()
 
 
-def test_the_sdk_trains_samples_and_goes_on_when_http_is_killed(command: Command) -> None:
-    own = {"TINKER_BASE_URL": command.url, "TINKER_API_KEY": "tml-demo", "PYTHONWARNINGS": "ignore"}
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], env={**os.environ, **own}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+@contextmanager
+def client(url: str, program: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that has said that it has trained."""
+    own = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-demo", "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, **own}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
-    assert program.stdin and program.stdout
+    assert process.stdin and process.stdout
     try:
-        assert program.stdout.readline() == "trained\n", program.communicate()
+        assert process.stdout.readline() == "trained\n", process.communicate()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_sdk_trains_samples_and_goes_on_when_http_is_killed(command: Command) -> None:
+    with client(command.url, PROGRAM) as program:
         os.kill(command.child("http_process"), signal.SIGKILL)
         eventually(lambda: is_up(command.url))
         told, errors = program.communicate("go on\n", timeout=100)
         assert told == "done\n", errors[-3000:]
-    finally:
-        program.kill()
     assert command.end() == 0, command.errors
+
+
+def test_the_sdk_goes_on_when_the_server_is_killed_and_started_again(tmp_path: Path) -> None:
+    port = str(free_port("127.0.0.1"))
+    words = ("--train", "--checkpoints", str(tmp_path / "checkpoints"), "--port", port)
+    killed = Command(*words)
+    with closing(killed), client(killed.url, GOES_ON) as program:
+        http = killed.child("http_process")
+        os.kill(killed.process.pid, signal.SIGKILL)  # the engine's process, which the others end with
+        eventually(lambda: not Path(f"/proc/{http}").exists())
+        with closing(Command(*words)) as again:
+            told, errors = program.communicate("go on\n", timeout=200)
+            assert told == "done\n", errors[-3000:]
+            assert again.end() == 0, again.errors

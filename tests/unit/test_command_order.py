@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis.errors import ConfigError
-from symbiosis.training.command_order import EARLY, KEPT, PATIENCE_S, CommandOrder
+from symbiosis.training.command_order import ALWAYS_KEPT, EARLY, KEPT, KEPT_BYTES, PATIENCE_S, CommandOrder
 
 
 @dataclass(eq=False)
@@ -52,9 +52,22 @@ def test_results_of_the_last_ones_are_kept() -> None:
         asked.future.set_result(number)
     last = order.known(KEPT + 3, "step")
     assert last is not None and last.result() == KEPT + 3
-    with pytest.raises(ConfigError, match=f"last {KEPT} results"):
+    with pytest.raises(ConfigError, match=f"from {order.first_kept} on are kept"):
         order.known(1, "step")
-    assert len(list(order.results())) == KEPT
+    assert len(list(order.results())) == KEPT and order.first_kept == 4
+
+
+@dataclass
+class Large:
+    nbytes: int = KEPT_BYTES
+
+
+def test_few_large_results_are_kept() -> None:
+    order = CommandOrder[Asked]()
+    for number in range(1, 2 * ALWAYS_KEPT):
+        [asked] = order.arrived(number, Asked(number), 0.0)
+        asked.future.set_result(Large())
+    assert len(list(order.results())) == ALWAYS_KEPT and order.first_kept == ALWAYS_KEPT
 
 
 def test_what_is_not_done_is_never_forgotten() -> None:

@@ -37,6 +37,7 @@ class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     expires: float | None = None
     public: bool = False
     user_metadata: dict[str, str] | None = None
+    number: int | None = None  # of the request that saved it: done again after a crash, it writes the same one
 
 
 class StoredCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +92,7 @@ class CheckpointStore:
 
     def begin_run(self, run_id: str, facts: RunFacts) -> None:
         self._of_run(run_id).mkdir(parents=True, exist_ok=True)
-        _write(self._of_run(run_id) / RUN_FACTS, facts)
+        write_facts(self._of_run(run_id) / RUN_FACTS, facts)
 
     def run(self, run_id: str, tenant: str) -> RunFacts:
         """Return what is known of a run. Raises `TinkerRefusal` if there is none that is this tenant's."""
@@ -124,19 +125,25 @@ class CheckpointStore:
         found = [each for run_id, _ in self.runs(tenant) for each in self._checkpoints(run_id)]
         return sorted(found, key=lambda each: -each.facts.time)
 
-    def place(self, run_id: str, kind: str, name: str, overwrite: bool = False) -> Path:
+    def place(self, run_id: str, kind: str, name: str, number: int, overwrite: bool = False) -> Path:
         """Return where a new checkpoint goes. Raises `TinkerRefusal` for a name that cannot be one, or that another has."""
         if not NAME.fullmatch(name):
             raise TinkerRefusal(
                 f"a checkpoint cannot be named {name[:200]!r}: names have letters, digits and . _ - = +, and at most 128 of them"
             )
         target = self._of_run(run_id) / kind / name
-        if target.exists() and not overwrite:
+        facts = read_facts(target / FACTS, CheckpointFacts)
+        if target.exists() and not overwrite and (facts is None or facts.number != number):
             raise TinkerRefusal(f"tinker://{run_id}/{kind}/{name} is there already: choose another name")
         return target
 
     def put(
-        self, target: Path, write: Callable[[Path], object], ttl: int | None, metadata: dict[str, str] | None
+        self,
+        target: Path,
+        write: Callable[[Path], object],
+        number: int,
+        ttl: int | None,
+        metadata: dict[str, str] | None,
     ) -> None:
         """Have a checkpoint written, and put it in its place as a whole."""
         check_ttl(ttl)
@@ -147,9 +154,11 @@ class CheckpointStore:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             write(part)
-            _write(
+            write_facts(
                 part / FACTS,
-                CheckpointFacts(time=now, expires=None if ttl is None else now + ttl, user_metadata=metadata),
+                CheckpointFacts(
+                    time=now, expires=None if ttl is None else now + ttl, user_metadata=metadata, number=number
+                ),
             )
             with self._lock:
                 if target.exists():
@@ -160,7 +169,7 @@ class CheckpointStore:
                 shutil.rmtree(left, ignore_errors=True)
 
     def change(self, found: StoredCheckpoint, **facts: Any) -> None:
-        _write(found.folder / FACTS, msgspec.structs.replace(found.facts, **facts))
+        write_facts(found.folder / FACTS, msgspec.structs.replace(found.facts, **facts))
 
     def expiry(self, ttl: int) -> float | None:
         """Return when what is kept so long from now on expires; 0 is for ever."""
@@ -199,14 +208,22 @@ class CheckpointStore:
         for kind in KINDS:
             within = self._of_run(run_id) / kind
             for folder in within.iterdir() if within.is_dir() else ():
-                if (facts := _read(folder / FACTS, CheckpointFacts)) is not None and NAME.fullmatch(folder.name):
+                if (facts := read_facts(folder / FACTS, CheckpointFacts)) is not None and NAME.fullmatch(folder.name):
                     yield StoredCheckpoint(
                         run_id=run_id, id=f"{kind}/{folder.name}", folder=folder, run=run, facts=facts
                     )
 
     def facts_of(self, run_id: str) -> RunFacts | None:
         """Return what is known of a run, whoever's it is."""
-        return _read(self._of_run(run_id) / RUN_FACTS, RunFacts) if RUN.fullmatch(run_id) else None
+        return read_facts(self._of_run(run_id) / RUN_FACTS, RunFacts) if RUN.fullmatch(run_id) else None
+
+    def requests(self, run_id: str) -> Path:
+        """Return where the requests of a run are, while its session is there."""
+        return self._of_run(run_id) / "requests"
+
+    def with_requests(self) -> list[str]:
+        """Return the runs that may go on."""
+        return [each.parent.name.replace(".", ":") for each in self.folder.glob("*.train.*/requests")]
 
     def _of_run(self, run_id: str) -> Path:
         return self.folder / run_id.replace(":", ".")
@@ -226,13 +243,13 @@ def check_ttl(ttl: int | None) -> None:
         raise TinkerRefusal(f"ttl_seconds is from {SHORTEST_TTL} to {LONGEST_TTL}, or none, and not {ttl}")
 
 
-def _write(file: Path, facts: msgspec.Struct) -> None:
+def write_facts(file: Path, facts: msgspec.Struct) -> None:
     part = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     part.write_bytes(msgspec.json.encode(facts))
     part.replace(file)
 
 
-def _read(file: Path, kind: Any) -> Any:
+def read_facts(file: Path, kind: Any) -> Any:
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):

@@ -1,6 +1,7 @@
 """Samples for Tinker's SDK: each request is a completion like any other, whose tokens wait here until they are fetched."""
 
 import asyncio
+import secrets
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from symbiosis.serving.request import Token
 
 QUEUE_S = 0.2  # between two looks whether there is room
 KEPT_S = 120.0  # samples that nobody has fetched
+LOADS = 3  # times that an adapter is loaded again for one request
 BUSY = (429, 503)  # what passes by itself: it is waited for here, and not by the client
 
 
@@ -87,13 +89,9 @@ class Samples:
     async def begin(self, tenant: Tenant, ask: SampleRequest) -> dict[str, Any]:
         """Begin sampling, and return a promise. The same request of a session is begun once."""
         _check(ask)
-        adapter = await self._front.remote.ask_training(
-            str,
-            tenant.name,
-            m.Resolve(sampler_id=ask.sampling_session_id, model_path=ask.model_path, base_model=ask.base_model),
-        )
+        adapter = await self._adapter(tenant, ask)
         numbered = ask.sampling_session_id is not None and ask.seq_id is not None
-        id = f"{ask.sampling_session_id}/sample-{ask.seq_id}" if numbered else f"sample-{next(self._front.remote.ids)}"
+        id = f"{ask.sampling_session_id}/sample-{ask.seq_id}" if numbered else f"sample-{secrets.token_hex(8)}"
         key = tenant.name, id
         if key not in self._tasks:
             body = ask.completion(adapter or self._front.options.model)
@@ -103,18 +101,27 @@ class Samples:
             task.add_done_callback(lambda _: loop.call_later(KEPT_S, self._tasks.pop, key, None))
         return {"request_id": id, "sample_sequence_ids": [f"{id}/{number}" for number in range(ask.num_samples)]}
 
+    async def _adapter(self, tenant: Tenant, ask: SampleRequest) -> str:
+        """Return the adapter that answers, which is loaded then; nothing for the base."""
+        which = m.Resolve(sampler_id=ask.sampling_session_id, model_path=ask.model_path, base_model=ask.base_model)
+        return await self._front.remote.ask_training(str, tenant.name, which)
+
     def task(self, tenant: Tenant, id: str) -> "asyncio.Task[Any] | None":
         return self._tasks.get((tenant.name, id))
 
     async def _run(self, tenant: Tenant, ask: SampleRequest, body: CompletionBody) -> bytes | m.PromiseOutcome:
         """Sample when there is room, and return what is to be told."""
         record = begin(Headers())
-        record.tenant = tenant.name
+        record.tenant, loads = tenant.name, LOADS
         try:
             while True:
                 try:
                     return await self._sampled(tenant, ask, body)
                 except ApiError as error:
+                    if error.status == 404 and loads:  # others have taken its adapter's memory since it was loaded
+                        loads -= 1
+                        await self._adapter(tenant, ask)
+                        continue
                     if error.status not in BUSY or self._front.state != "serving":
                         raise
                     await asyncio.sleep(max(QUEUE_S, min(error.retry_s, 1.0)))

@@ -107,6 +107,7 @@ class Pass(Asked):
     loss_fn: str
     config: dict[str, float] = {}
     forward_only: bool = False
+    refusal: str = ""  # why its data are none: told in its turn, since its number is used up
 
 
 class OptimStep(Asked):

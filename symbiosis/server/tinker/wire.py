@@ -83,9 +83,13 @@ def read_pass(body: bytes) -> Pass:
         raise TinkerRefusal(
             f"one request has at most {MOST_BYTES} bytes, and this has {len(body)}: send it in several", 413
         )
+    try:
+        data = [_datum(number, datum) for number, datum in enumerate(told.data)]
+        config, refusal = _config(told), ""
+    except TinkerRefusal as wrong:
+        data, config, refusal = [], {}, str(wrong)
     return Pass(
-        model_id=told.model_id, seq_id=told.seq_id, loss_fn=told.loss_fn, forward_only=told.forward_only, config=_config(told),
-        data=[_datum(number, datum) for number, datum in enumerate(told.data)],
+        model_id=told.model_id, seq_id=told.seq_id, loss_fn=told.loss_fn, forward_only=told.forward_only, config=config, data=data, refusal=refusal,
     )  # fmt: skip
 
 

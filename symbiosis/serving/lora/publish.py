@@ -103,10 +103,10 @@ def weights_of(model: Any, adapter: str) -> AdapterWeights:
     found = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
     config = json.loads(json.dumps(model.peft_config[adapter].to_dict(), default=_plain))
-    return AdapterWeights(config, tensors, trained=_widest(tensors.values()))
+    return AdapterWeights(config, tensors, trained=trained_in(tensors.values()))
 
 
-def _widest(tensors: Iterable[Tensor]) -> torch.dtype | None:
+def trained_in(tensors: Iterable[Tensor]) -> torch.dtype | None:
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 

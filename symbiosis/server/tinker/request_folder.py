@@ -1,0 +1,64 @@
+"""The requests of one run whose outcome was promised, by number: on disk, so that they are still there when the process was killed."""
+
+import shutil
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from symbiosis.server.tinker.tinker_messages import AnyAsked, TinkerRefusal
+
+requests = msgspec.msgpack.Decoder(AnyAsked)
+
+
+class RequestFolder:
+    """A file for each request, until nobody can ask for its outcome any more. Number 0 is the one that made the run.
+
+    >>> import tempfile
+    >>> from symbiosis.server.tinker.tinker_messages import GetInfo
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     kept = RequestFolder(Path(folder) / "requests")
+    ...     kept.put(1, GetInfo(model_id="a")), kept.put(1, GetInfo(model_id="a")), RequestFolder(kept.path).get(1).model_id
+    (True, False, 'a')
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._numbers = {int(each.name) for each in path.iterdir() if each.name.isdecimal()} if path.is_dir() else set()
+
+    @property
+    def numbers(self) -> list[int]:
+        return sorted(self._numbers)
+
+    def put(self, number: int, asked: AnyAsked) -> bool:
+        """Keep a request, and return whether it is new. Raises `TinkerRefusal` if another one has its number."""
+        contents = msgspec.msgpack.encode(asked)
+        with self._lock:
+            if number in self._numbers:
+                if (self.path / str(number)).read_bytes() != contents:
+                    raise TinkerRefusal(
+                        f"number {number} of this run was another request: each has a number of its own, one more than the one before"
+                    )
+                return False
+            self.path.mkdir(parents=True, exist_ok=True)
+            part = self.path / f".{number}"
+            part.write_bytes(contents)
+            part.rename(self.path / str(number))
+            self._numbers.add(number)
+        return True
+
+    def get(self, number: int) -> AnyAsked | None:
+        """Return a request; None if it is not there, or was kept by another release."""
+        with suppress(FileNotFoundError, msgspec.MsgspecError):
+            return requests.decode((self.path / str(number)).read_bytes())
+        return None
+
+    def drop(self, number: int) -> None:
+        with self._lock:
+            self._numbers.discard(number)
+            (self.path / str(number)).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)

@@ -1,0 +1,365 @@
+"""The runs of all tenants, and their requests. What was promised is on disk before it is promised, and the engine does each number once: so a process
+that is killed loses nothing."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from symbiosis.server.tinker import tinker_messages as m
+from symbiosis.server.tinker.checkpoint_store import CheckpointStore, RunFacts, StoredCheckpoint, private_name
+from symbiosis.server.tinker.lora_targets import lora_config
+from symbiosis.server.tinker.pass_data import kl_of_sampler, outcome_of_pass, pass_request
+from symbiosis.server.tinker.promises import outcome_after, outcome_of_error
+from symbiosis.server.tinker.request_folder import RequestFolder
+from symbiosis.server.tinker.samplers import Sampler, Samplers, save_adapter
+from symbiosis.server.tinker.tinker_messages import PromiseOutcome, TinkerRefusal
+from symbiosis.server.tinker.tinker_sessions import TinkerSession, TinkerSessions
+from symbiosis.training import Engine as Trainer
+from symbiosis.training import PassResult, Run
+from symbiosis.training.command_order import EARLY
+
+RUNS = 1024  # of one tenant, at a time
+
+
+@dataclass
+class RunFigures:
+    """What was seen of a run since the process began: the last pass, and all of them."""
+
+    loss: float | None = None  # by token
+    kl: float | None = None  # of sampler and trainer
+    tokens: int = 0
+
+
+@dataclass(eq=False)
+class TenantRun:
+    """A run of somebody's. `created` is the outcome of its making."""
+
+    id: str
+    tenant: str
+    facts: RunFacts
+    requests: RequestFolder
+    created: "Future[PromiseOutcome]" = field(default_factory=Future)
+    run: Run | None = None
+    outcomes: "dict[int, Future[PromiseOutcome]]" = field(default_factory=dict)  # of requests
+    figures: RunFigures = field(default_factory=RunFigures)
+    seen: float = field(default_factory=time.time)
+    published: int = -1  # steps, when it was published last under its own name
+
+    @property
+    def trained(self) -> Run:
+        assert self.run is not None
+        return self.run
+
+    @property
+    def waiting(self) -> int:
+        return sum(not outcome.done() for outcome in list(self.outcomes.values()))
+
+
+class TenantRuns:
+    """All runs of one server."""
+
+    def __init__(
+        self, trainer: Trainer, config: Any, checkpoints: CheckpointStore, sessions: TinkerSessions, samplers: Samplers, model: str
+    ) -> None:  # fmt: skip
+        self._trainer, self._config, self._model = trainer, config, model
+        self._checkpoints, self._sessions, self._samplers = checkpoints, sessions, samplers
+        self._runs: dict[str, TenantRun] = {}
+        self._lock = threading.Lock()  # held for moments only
+        self._making = threading.Lock()  # PEFT draws from the one random state that there is
+        self._maker = ThreadPoolExecutor(2, thread_name_prefix="tinker-make")
+        self._go_on()
+
+    def __iter__(self) -> Any:
+        return iter(list(self._runs.values()))
+
+    def get(self, tenant: str, id: str) -> TenantRun | None:
+        run = self._runs.get(id)
+        return run if run is not None and run.tenant == tenant else None
+
+    def of(self, tenant: str, id: str) -> TenantRun:
+        """Return a run of this tenant's that is made."""
+        run = self._runs.get(id)
+        if run is None or run.tenant != tenant:
+            raise TinkerRefusal(
+                f"there is no run {id[:80]!r}, or its session has ended: begin one from a checkpoint",
+                410 if run is None else 404,
+            )
+        self._sessions.of(tenant, id.partition(":")[0])
+        if not run.created.done():
+            raise TinkerRefusal("this run is being made: ask again in a moment", 429)
+        if error := run.created.result().error:
+            raise TinkerRefusal(error)
+        run.seen = time.time()
+        return run
+
+    def of_session(self, session: TinkerSession) -> list[TenantRun]:
+        return [each for each in self if each.id.startswith(f"{session.id}:")]
+
+    def forget_session(self, session: TinkerSession, why: str) -> None:
+        for run in self.of_session(session):
+            with self._lock:
+                self._runs.pop(run.id, None)
+            run.requests.remove()
+            for outcome in list(run.outcomes.values()):
+                with suppress(InvalidStateError):  # it is done
+                    outcome.set_result(PromiseOutcome(error=why, category="user"))
+            if run.run is not None:
+                self._maker.submit(run.run.close)
+            self._samplers.remove(private_name(run.tenant, run.id))
+
+    def close(self) -> None:
+        self._maker.shutdown()
+
+    # ------------------------------------------------------------- a run begins
+
+    def create(self, tenant: str, asked: m.CreateModel) -> m.Promise:
+        self._samplers.check_base(asked.base_model)
+        _check_optimizer(asked.optimizer_config)
+        if asked.lora_config is None:
+            raise TinkerRefusal("create_model needs a lora_config: this server trains adapters, and no base")
+        lora_config(asked.lora_config, self._config)
+        facts = RunFacts(
+            tenant=tenant, base_model=self._model, lora=asked.lora_config, created=time.time(), user_metadata=asked.user_metadata
+        )  # fmt: skip
+        return self._begin(tenant, asked.session_id, asked.model_seq_id, facts, asked)
+
+    def load(self, tenant: str, asked: m.LoadWeights) -> m.Promise:
+        """Load a checkpoint: into a run that is there, or a new one."""
+        _check_optimizer(asked.optimizer_config)
+        found = self._found(tenant, asked)
+        if asked.model_id is not None:
+            return self.put(tenant, asked)
+        if asked.session_id is None or asked.model_seq_id is None:
+            raise TinkerRefusal("load_weights needs a model_id, or a session_id and a model_seq_id")
+        if asked.base_model is not None:
+            self._samplers.check_base(asked.base_model)
+        facts = RunFacts(
+            tenant=tenant, base_model=self._model, lora=found.run.lora, created=time.time(), user_metadata=asked.user_metadata
+        )  # fmt: skip
+        return self._begin(tenant, asked.session_id, asked.model_seq_id, facts, asked)
+
+    def _begin(
+        self, tenant: str, session_id: str, number: int, facts: RunFacts, asked: m.CreateModel | m.LoadWeights
+    ) -> m.Promise:
+        """Begin a run. Asked for again, it is the same one."""
+        session = self._sessions.of(tenant, session_id)
+        if not 0 <= number < 10**9:
+            raise TinkerRefusal(f"model_seq_id is a number from 0 on, and not {number}")
+        id = f"{session.id}:train:{number}"
+        promise = m.Promise(request_id=f"{id}/0", model_id=id)
+        with self._lock:
+            if (known := self._runs.get(id)) is not None:
+                known.requests.put(0, asked)  # which must be the same
+                return promise
+            if sum(each.tenant == tenant for each in self._runs.values()) >= RUNS:
+                raise TinkerRefusal(f"this key has {RUNS} runs: finish some of its sessions", 429)
+            run = self._runs[id] = TenantRun(id, tenant, facts, RequestFolder(self._checkpoints.requests(id)))
+        self._checkpoints.begin_run(id, facts)
+        run.requests.put(0, asked)
+        self._maker.submit(self._make, run, False)
+        return promise
+
+    def _go_on(self) -> None:
+        """Take up what an earlier process had. What it had begun and nobody can ask for any more is removed."""
+        there = set(self._trainer.names)
+        for id in self._checkpoints.with_requests():
+            session, facts = self._sessions.get(id.partition(":")[0]), self._checkpoints.facts_of(id)
+            requests = RequestFolder(self._checkpoints.requests(id))
+            if session is None or facts is None or requests.get(0) is None:
+                requests.remove()
+                continue
+            run = self._runs[id] = TenantRun(id, facts.tenant, facts, requests)
+            self._maker.submit(self._make, run, id in there)
+        for id in there - self._runs.keys():
+            self._maker.submit(self._trainer.open(id).close)
+
+    def _make(self, run: TenantRun, is_there: bool) -> None:
+        """Make a run, or open one that is there, and begin what it was asked for."""
+        asked = run.requests.get(0)
+        body = {"type": "create_model", "model_id": run.id}
+        try:
+            if isinstance(asked, m.LoadWeights):
+                body = {"type": "load_weights", "model_id": run.id, "path": asked.path}
+            run.run = self._trainer.open(run.id) if is_there else self._new(run, asked)
+            outcome = PromiseOutcome(body=body)
+        except Exception as error:
+            outcome = outcome_of_error(error)
+        run.created.set_result(outcome)
+        if run.run is None:
+            return
+        for number in run.requests.numbers:
+            if number >= run.trained.next_number:
+                self._outcome(run, number)
+        if run.id not in self._runs:  # its session has ended meanwhile
+            run.run.close()
+
+    def _new(self, run: TenantRun, asked: Any) -> Run:
+        with self._making:
+            if isinstance(asked, m.LoadWeights):
+                found = self._found(run.tenant, asked)
+                return self._trainer.load(found.folder, optimizer=asked.optimizer, tenant=run.tenant, name=run.id)
+            config = lora_config(run.facts.lora, self._config)
+            return self._trainer.create(config, seed=run.facts.lora.seed, tenant=run.tenant, name=run.id)
+
+    # ------------------------------------------------------------- its requests
+
+    def put(self, tenant: str, asked: Any) -> m.Promise:
+        """Keep a request that has a number, and begin it in its turn. The same one may come again."""
+        run = self.of(tenant, asked.model_id)
+        number, kept = asked.seq_id or 0, run.trained.first_kept
+        if number < 1:
+            raise TinkerRefusal(f"seq_id begins with 1, and this is {number}")
+        if number < kept:
+            raise TinkerRefusal(
+                f"seq_id {number} of this run was carried out, and what came of it is not kept any more", 410
+            )
+        if number >= (expected := run.trained.next_number) + EARLY:
+            raise TinkerRefusal(f"seq_id {number} is far ahead: {expected} has not come yet", 429)
+        try:
+            run.requests.put(number, asked)
+        except FileNotFoundError:
+            raise TinkerRefusal("the session of this run has ended: begin one from a checkpoint", 410) from None
+        before = run.outcomes.get(number)
+        if before is None or (before.done() and number >= run.trained.next_number):  # it has waited in vain
+            self._outcome(run, number, asked)
+        for old in run.requests.numbers:
+            if 0 < old < kept:
+                run.requests.drop(old)
+                run.outcomes.pop(old, None)
+        return m.Promise(request_id=f"{run.id}/{number}", model_id=run.id)
+
+    def retrieve(self, tenant: str, asked: m.Retrieve) -> "Future[PromiseOutcome]":
+        """Return the outcome of a promise."""
+        id, _, number = asked.request_id.rpartition("/")
+        run = self.get(tenant, id)
+        if run is None or not number.isdecimal():
+            raise TinkerRefusal("nothing is known of this request, or its session has ended", 410)
+        self._sessions.of(tenant, id.partition(":")[0])
+        if number == "0":
+            return run.created
+        found = run.outcomes.get(int(number))
+        return found or self._outcome(self.of(tenant, id), int(number))
+
+    def _outcome(self, run: TenantRun, number: int, asked: Any = None) -> "Future[PromiseOutcome]":
+        """Begin a request, or return what has come of it: the engine does each number once."""
+        asked = asked or run.requests.get(number)
+        if asked is None:
+            raise TinkerRefusal("nothing is known of this request: send it again", 410)
+        try:
+            outcome = self._verbs[type(asked)](self, run, partial(run.trained.submit, number), asked)
+        except TinkerRefusal as wrong:
+            outcome = outcome_after(run.trained.submit(number, "call", partial(_refuse, wrong)), _nothing)
+        run.outcomes[number] = outcome
+        return outcome
+
+    def _pass(self, run: TenantRun, submit: Callable[..., Any], asked: m.Pass) -> "Future[PromiseOutcome]":
+        request = pass_request(asked)
+
+        def told(found: PassResult) -> PromiseOutcome:
+            outcome = outcome_of_pass(found, request, asked.forward_only)
+            tokens = sum(map(len, request.data))
+            run.figures.tokens += tokens
+            if not asked.forward_only:
+                run.figures.loss, run.figures.kl = found.loss / tokens, kl_of_sampler(found, request.data)
+            return outcome
+
+        if asked.forward_only:
+            return outcome_after(submit("forward", request.data), told)
+        return outcome_after(submit("forward_backward", request.data, request.loss, request.config), told)
+
+    def _step(self, run: TenantRun, submit: Callable[..., Any], asked: m.OptimStep) -> "Future[PromiseOutcome]":
+        adam = asked.adam_params
+        if adam is None:
+            kind = (asked.optimizer_params or {}).get("type")
+            raise TinkerRefusal(f"this server steps by AdamW: send adam_params, and not those of {str(kind)[:50]!r}")
+        clip = adam.grad_clip_norm if adam.grad_clip_norm > 0 else None
+        norm = submit("step", adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, clip)
+        return outcome_after(norm, lambda found: _body("optim_step", metrics={"grad_norm:mean": found}))
+
+    def _load(self, run: TenantRun, submit: Callable[..., Any], asked: m.LoadWeights) -> "Future[PromiseOutcome]":
+        def read() -> None:
+            run.trained.read(self._found(run.tenant, asked).folder, asked.optimizer)
+
+        return outcome_after(submit("call", read), lambda _: _body("load_weights", model_id=run.id, path=asked.path))
+
+    def _save(self, run: TenantRun, submit: Callable[..., Any], asked: m.SaveWeights) -> "Future[PromiseOutcome]":
+        kind = "weights" if asked.kind == "training" else "external_weights"
+        verb = "save_weights" if kind == "weights" else "save_weights_external"
+        write = run.trained.write if kind == "weights" else partial(save_adapter, run.trained, self._model)
+
+        def save() -> None:
+            target = self._checkpoints.place(run.id, kind, asked.path, asked.seq_id, asked.overwrite)
+            self._checkpoints.put(target, write, asked.seq_id, asked.ttl_seconds, asked.user_metadata)
+
+        told = _body(verb, path=f"tinker://{run.id}/{kind}/{asked.path}")
+        return outcome_after(submit("call", save), lambda _: told)
+
+    def _save_for_sampler(
+        self, run: TenantRun, submit: Callable[..., Any], asked: m.SaveForSampler
+    ) -> "Future[PromiseOutcome]":
+        if asked.path is None:
+            return self._sampler(run, submit, asked)
+        name, write = asked.path, partial(save_adapter, run.trained, self._model)
+
+        def save() -> None:
+            target = self._checkpoints.place(run.id, "sampler_weights", name, asked.seq_id)
+            self._checkpoints.put(target, write, asked.seq_id, asked.ttl_seconds, asked.user_metadata)
+
+        told = _body("save_weights_for_sampler", path=f"tinker://{run.id}/sampler_weights/{name}")
+        return outcome_after(submit("call", save), lambda _: told)
+
+    def _sampler(self, run: TenantRun, submit: Callable[..., Any], asked: m.SaveForSampler) -> "Future[PromiseOutcome]":
+        number = asked.sampling_session_seq_id
+        if number is None or number < 0:
+            raise TinkerRefusal("save_weights_for_sampler needs a path, or a sampling_session_seq_id")
+        id = f"{run.id.partition(':')[0]}:sample:{number}"
+        sampler = Sampler(
+            id=id, tenant=run.tenant, base_model=self._model, run=run.id, kind=asked.kind, number=asked.seq_id
+        )
+        version = submit("call", lambda: self._samplers.publish(run.trained, sampler))
+        return outcome_after(
+            version,
+            lambda found: _body("save_weights_for_sampler", sampling_session_id=id, model_version=int(found)),
+        )
+
+    _verbs: dict[type, Callable[..., Any]] = {
+        m.Pass: _pass, m.OptimStep: _step, m.LoadWeights: _load, m.SaveWeights: _save, m.SaveForSampler: _save_for_sampler,
+    }  # fmt: skip
+
+    # ------------------------------------------------------------- as it is now
+
+    def adapter_now(self, run: TenantRun) -> str:
+        """Publish a run as it is now, if a step was made since, and return its adapter by the engine's name."""
+        adapter = private_name(run.tenant, run.id)
+        if run.published != run.trained.steps or not self._samplers.has(adapter):
+            run.published = run.trained.steps
+            run.trained.when_done(lambda: self._samplers.publish_as(adapter, run.trained.model)).result()
+        return adapter
+
+    def _found(self, tenant: str, asked: m.LoadWeights) -> StoredCheckpoint:
+        found = self._checkpoints.find(asked.path, tenant)
+        if asked.optimizer and not found.id.startswith("weights/"):
+            raise TinkerRefusal(f"{asked.path} has no optimizer's state: save_state keeps it")
+        return found
+
+
+def _check_optimizer(asked: m.OptimizerKind | None) -> None:
+    if asked is not None and asked.type != "adamw":
+        raise TinkerRefusal(f"this server steps by AdamW, and not by {asked.type[:50]!r}")
+
+
+def _body(kind: str, **fields: Any) -> PromiseOutcome:
+    return PromiseOutcome(body={"type": kind, **fields})
+
+
+def _refuse(wrong: TinkerRefusal) -> None:
+    raise wrong
+
+
+def _nothing(_: Any) -> PromiseOutcome:
+    return PromiseOutcome()

@@ -1,0 +1,125 @@
+"""Sessions of Tinker's clients. Each has a folder, which outlives the process: what belongs to a session is there as long as it is."""
+
+import logging
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from symbiosis.server.tinker import tinker_messages as m
+from symbiosis.server.tinker.checkpoint_store import read_facts, write_facts
+from symbiosis.server.tinker.tinker_messages import TinkerRefusal
+
+logger = logging.getLogger("symbiosis")
+
+SESSION_S = 600.0  # a session that is silent for so long has ended: the SDK says every 10 s that it is there
+SESSIONS = 4096  # of one tenant, at a time
+FACTS = "session.json"
+WARNING = (
+    "This server computes importance_sampling where stable_reinforce is asked for (its formula is not published; kl_coeff is not used), "
+    "and trains no adapter at the output layer (train_unembed)."
+)
+
+
+class SessionFacts(msgspec.Struct, frozen=True, kw_only=True):
+    tenant: str
+    created: float
+    settings: m.CreateSession
+
+
+@dataclass(eq=False)
+class TinkerSession:
+    id: str
+    facts: SessionFacts
+    folder: Path
+    seen: float
+
+    @property
+    def tenant(self) -> str:
+        return self.facts.tenant
+
+
+class TinkerSessions:
+    """The sessions of all tenants.
+
+    Args:
+        folder: In which each has a folder.
+        when_over: Called with a session that has ended, before its folder goes, and with the reason.
+    """
+
+    def __init__(self, folder: Path, when_over: Callable[[TinkerSession, str], object]) -> None:
+        self.folder, self._when_over = folder, when_over
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._sessions: dict[str, TinkerSession] = {}
+        now = time.monotonic()
+        for each in folder.iterdir():
+            if (facts := read_facts(each / FACTS, SessionFacts)) is not None:
+                self._sessions[each.name] = TinkerSession(each.name, facts, each, now)
+            else:  # of a process that was killed in between
+                shutil.rmtree(each, ignore_errors=True)
+
+    def __iter__(self) -> Any:
+        return iter(list(self._sessions.values()))
+
+    def get(self, id: str) -> TinkerSession | None:
+        return self._sessions.get(id)
+
+    def create(self, tenant: str, asked: m.CreateSession) -> Any:
+        with self._lock:
+            if sum(each.tenant == tenant for each in self._sessions.values()) >= SESSIONS:
+                raise TinkerRefusal(f"this key has {SESSIONS} sessions: finish some", 429)
+            id = secrets.token_hex(16)
+            folder = self.folder / id
+            folder.mkdir(mode=0o700)
+            facts = SessionFacts(tenant=tenant, created=time.time(), settings=asked)
+            write_facts(folder / FACTS, facts)
+            self._sessions[id] = TinkerSession(id, facts, folder, time.monotonic())
+        return {"type": "create_session", "session_id": id, "warning_message": WARNING}
+
+    def heartbeat(self, tenant: str, asked: m.Heartbeat) -> Any:
+        self.of(tenant, asked.session_id)
+        return {"type": "session_heartbeat"}
+
+    def finish(self, tenant: str, asked: m.FinishSession) -> Any:
+        session = self.get(asked.session_id)
+        if session is not None and session.tenant == tenant:
+            self.end(session, "its session is finished: begin a new one from a checkpoint")
+        return {}
+
+    def of(self, tenant: str, id: str) -> TinkerSession:
+        """Return a session of this tenant's, which shows that it is there."""
+        session = self._sessions.get(id)
+        if session is None or session.tenant != tenant:
+            raise TinkerRefusal(
+                f"there is no session {id[:80]!r}, or it has ended: begin a new one, from the last checkpoint", 410
+            )
+        session.seen = time.monotonic()
+        return session
+
+    def end_silent(self) -> None:
+        for session in self:
+            if time.monotonic() - session.seen > SESSION_S:
+                logger.info("session %s of %s is silent for %g s", session.id, session.tenant or "nobody", SESSION_S)
+                self.end(
+                    session,
+                    f"its session was silent for {SESSION_S:g} s, and has ended: begin a new one from a checkpoint",
+                )
+
+    def end(self, session: TinkerSession, why: str) -> None:
+        with self._lock:
+            if self._sessions.pop(session.id, None) is None:
+                return
+        self._when_over(session, why)
+        (session.folder / FACTS).unlink(missing_ok=True)
+        shutil.rmtree(session.folder, ignore_errors=True)
+
+    def list(self, tenant: str, asked: m.ListSessions) -> Any:
+        mine = sorted((each for each in self if each.tenant == tenant), key=lambda each: -each.facts.created)
+        return {"sessions": [each.id for each in mine][asked.offset : asked.offset + asked.limit]}
