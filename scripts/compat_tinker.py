@@ -2,6 +2,7 @@
 
     python scripts/compat_tinker.py                       # everything: half an hour on two cores, after gigabytes of packages
     python scripts/compat_tinker.py --jobs chat_sl custom
+    python scripts/compat_tinker.py --quick               # kills alone, with four clients for a minute, on the SDK of this environment
 
 pip installs the SDK and the cookbook into an environment of their own below `--cache`, with torch's CPU build, and nothing of Symbiosis. The model is
 SmolLM2-135M-Instruct, from a package on PyPI, as float32; the server runs in this environment, which needs the extra [tinker].
@@ -12,6 +13,7 @@ SmolLM2-135M-Instruct, from a package on PyPI, as float32; the server runs in th
 | math_rl, async_rl | `recipes.math_rl.train env=arithmetic`, with its default loss; and with samples that are up to two steps old |
 | dpo, off_policy, on_policy | `preference.train_dpo` on pairs of our own, `distillation.train_off_policy` and `train_on_policy` with a teacher that chat_sl has trained |
 | custom | `forward_backward_custom`, beside the same loss by its name |
+| kills | 32 clients of the SDK train the demo model for `--kills-s` seconds while each process of the server is killed twice: no step is lost or doubled, and adapters and samples are as undisturbed |
 | cli | `tinker`: lists, publishes, downloads as PEFT and deletes |
 """
 
@@ -30,6 +32,7 @@ from typing import Any
 
 import torch_index
 from _processes import progress
+from _tinker_kills import train_under_kills
 from compat_programs import MODEL, Environment, checkpoints
 
 from symbiosis.base.procs import python
@@ -43,7 +46,7 @@ NEEDS = (  # of the cookbook; on Python 3.11 its newest tml-renderers cannot be 
     "accelerate",  # to read the model
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parent.parent
-JOBS = ("chat_sl", "resume", "math_rl", "async_rl", "dpo", "off_policy", "on_policy", "custom", "cli")
+JOBS = ("chat_sl", "resume", "math_rl", "async_rl", "dpo", "off_policy", "on_policy", "custom", "cli", "kills")
 RENDERER = "role_colon"
 LIMIT_S = 1800.0
 KL = 1e-6  # of sampler and trainer, in float32
@@ -267,19 +270,31 @@ def commands(jobs: Jobs) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--clients", type=int, default=32, help="of kills")
+    parser.add_argument("--kills-s", type=float, default=600.0, help="how long they train")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "symbiosis" / "programs")
     options = parser.parse_args(arguments)
-    options.cache.mkdir(parents=True, exist_ok=True)
-    sdk = environment(options.cache)
-    model, _ = checkpoints(sdk, options.cache)
     report = Report("compat_tinker")
     report.figure("sdk", SDKS[-1])
+    if options.quick:
+        with tempfile.TemporaryDirectory() as folder:
+            train_under_kills(report, sys.executable, "demo", Path(folder), clients=4, seconds=60.0)
+        return report.finish()
     report.figure("cookbook", COOKBOOK)
-    with tempfile.TemporaryDirectory() as folder, served(model, Path(folder)) as url:
-        jobs = Jobs(sdk, model, Path(folder), url)
-        for job in [each for each in JOBS if each in options.jobs]:
-            progress(job)
-            learns(jobs, job, report)
+    options.cache.mkdir(parents=True, exist_ok=True)
+    sdk = environment(options.cache)
+    if cookbook := [each for each in JOBS if each in options.jobs and each != "kills"]:
+        model, _ = checkpoints(sdk, options.cache)
+        with tempfile.TemporaryDirectory() as folder, served(model, Path(folder)) as url:
+            jobs = Jobs(sdk, model, Path(folder), url)
+            for job in cookbook:
+                progress(job)
+                learns(jobs, job, report)
+    if "kills" in options.jobs:
+        progress("kills")
+        with tempfile.TemporaryDirectory() as folder:
+            train_under_kills(report, sdk.python, "demo", Path(folder), options.clients, options.kills_s)
     return report.finish()
 
 

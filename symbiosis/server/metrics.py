@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from symbiosis.base.logs import unwritten
 from symbiosis.executor.observe.process_figures import children, command_of, process_figures
 from symbiosis.server.observer import Observer, Series
+from symbiosis.server.tinker.training_figures import TenantTraining
 from symbiosis.serving.engine.engine_stats import EngineStats, Histogram
 
 Labelled = tuple[str, str, list[str], Mapping[Any, float]]
@@ -40,6 +41,16 @@ HISTOGRAMS: dict[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
     "request_queue_time_seconds": ("Until a request's first step.", lambda f: f.queue_s),
     "e2e_request_latency_seconds": ("From a request to its last token.", lambda f: f.whole_s),
 }
+TRAINING: dict[Any, dict[str, tuple[str, Callable[[TenantTraining], float]]]] = {
+    CounterMetricFamily: {
+        "tenant_training_tokens": ("Tokens that were trained on, or scored.", lambda t: t.tokens),
+        "tenant_training_steps": ("Steps of optimizers.", lambda t: t.steps),
+    },
+    GaugeMetricFamily: {
+        "tenant_training_runs": ("Runs.", lambda t: t.runs),
+        "tenant_training_requests_waiting": ("Requests of runs whose outcome is not there yet.", lambda t: t.waiting),
+    },
+}
 LATENCIES: dict[str, tuple[str, Callable[[Series], Histogram]]] = {
     "time_to_first_token_seconds": ("From a request to its first token, as HTTP sees it.", lambda s: s.first_token_s),
     "request_time_per_output_token_seconds": ("Per token after the first.", lambda s: s.token_s),
@@ -48,10 +59,13 @@ LATENCIES: dict[str, tuple[str, Callable[[Series], Histogram]]] = {
 
 
 class Collected(Collector):
-    """The figures at one moment, and what the process of HTTP has counted. `engine` is a process, with an executor that it may have started."""
+    """The figures at one moment, and what the process of HTTP has counted. `engine` is a process, with an executor that it may have started;
+    `training` is by tenant."""
 
-    def __init__(self, figures: EngineStats, observer: Observer, engine: int) -> None:
-        self._figures, self._observer, self._engine = figures, observer, engine
+    def __init__(
+        self, figures: EngineStats, observer: Observer, engine: int, training: Mapping[str, TenantTraining]
+    ) -> None:
+        self._figures, self._observer, self._engine, self._training = figures, observer, engine, training
 
     def collect(self) -> Iterable[Metric]:
         figures = self._figures
@@ -66,6 +80,9 @@ class Collected(Collector):
         finished = ("request_success", "Completions, by why they ended.", ["finished_reason"], figures.finished)
         yield from families(CounterMetricFamily, PREFIX, [finished])
         yield from observed(PREFIX, self._observer)
+        for kind, told in TRAINING.items():
+            named = [(name, help, ["tenant"], _values(self._training, of)) for name, (help, of) in told.items()]
+            yield from families(kind, PREFIX, named)
         yield from process_figures(dict(_others(self._engine)) if self._engine else {})
 
 
@@ -76,6 +93,10 @@ def families(kind: Any, prefix: str, several: Iterable[Labelled]) -> Iterator[Me
         for key, value in values.items():
             family.add_metric([*map(str, key if isinstance(key, tuple) else (key,))], value)
         yield family
+
+
+def _values(training: Mapping[str, TenantTraining], of: Callable[[TenantTraining], float]) -> dict[str, float]:
+    return {tenant: of(told) for tenant, told in training.items()}
 
 
 def observed(prefix: str, observer: Observer) -> Iterable[Metric]:
@@ -111,8 +132,10 @@ def _others(engine: int) -> Iterator[tuple[str, int]]:
     yield from (("executor", pid) for pid in children(engine) if "executor_main" in command_of(pid))
 
 
-def text(figures: EngineStats, observer: Observer, engine: int) -> bytes:
+def text(
+    figures: EngineStats, observer: Observer, engine: int, training: Mapping[str, TenantTraining] | None = None
+) -> bytes:
     """Return the figures as Prometheus reads them."""
     registry = CollectorRegistry()
-    registry.register(Collected(figures, observer, engine))
+    registry.register(Collected(figures, observer, engine, training or {}))
     return generate_latest(registry)

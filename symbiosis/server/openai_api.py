@@ -22,6 +22,8 @@ from symbiosis.server.long_reply import LongReply
 from symbiosis.server.response_format import ChatWords, CompletionWords, Words
 from symbiosis.server.serving_state import ServingState
 from symbiosis.server.tinker.checkpoint_store import PRIVATE
+from symbiosis.server.tinker.tinker_messages import GetFigures
+from symbiosis.server.tinker.training_figures import RunFigures
 from symbiosis.serving.lora.adapter import IS_THE_BASE
 
 SEND_IT = "put it there, or send the adapter itself with PUT /v1/adapters/NAME"
@@ -237,7 +239,7 @@ async def told_metrics(front: ServingState, request: Request) -> ASGIApp:
 
 async def figures(front: ServingState, request: Request) -> ASGIApp:
     """Return what the page shows."""
-    front.tenant(request)
+    tenant = front.tenant(request)
     found = await front.figures()
     loaded = {each.name: each for each in await front.remote.ask(list[AdapterInfo], "adapters")}
     names = await _names(front)
@@ -245,7 +247,10 @@ async def figures(front: ServingState, request: Request) -> ASGIApp:
     template = getattr(front.tokenizer, "chat_template", None)
     kind = page.kind_of(front.options.folder, template)
     told = {"model": front.options.model, "chat": template is not None, "kind": kind}
-    return json_response({**told, "figures": found, "adapters": adapters})
+    runs = (
+        await front.remote.ask_training(list[RunFigures], tenant.name, GetFigures()) if front.options.trains else None
+    )
+    return json_response({**told, "figures": found, "adapters": adapters, "runs": runs})
 
 
 async def _names(front: ServingState) -> list[str]:

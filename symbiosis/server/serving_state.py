@@ -24,7 +24,8 @@ from symbiosis.server.openai_protocol import AS_ASKED, AS_CHAT, Body, ChatBody, 
 from symbiosis.server.prompts import Prompts, too_long
 from symbiosis.server.request_record import this_request
 from symbiosis.server.tinker.checkpoint_store import PRIVATE, RUN
-from symbiosis.server.tinker.tinker_messages import Resolve
+from symbiosis.server.tinker.tinker_messages import GetTotals, Resolve
+from symbiosis.server.tinker.training_figures import TenantTraining
 from symbiosis.server.tracing import Tracing
 from symbiosis.serving.engine.detokenize import Stop, Text
 from symbiosis.serving.engine.engine_stats import EngineStats
@@ -73,7 +74,10 @@ class ServingState(ApiState):
 
     async def _made_metrics(self) -> bytes:
         await asyncio.gather(*map(self._drop_if_gone, self.observer.adapters.named))
-        return metrics.text(await self.figures(), self.observer, self.options.engine)
+        training = (
+            await self.remote.ask_training(dict[str, TenantTraining], "", GetTotals()) if self.options.trains else {}
+        )
+        return metrics.text(await self.figures(), self.observer, self.options.engine, training)
 
     async def _drop_if_gone(self, key: Key) -> None:
         """Count no more what an adapter did that is gone."""

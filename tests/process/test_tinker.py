@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,13 +36,13 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[Api]:
+def served(folder: Path, order_wait: float = 60.0) -> Iterator[Api]:
     write_secret(folder / "keys", "".join(f"{name} {key}\n" for name, key in KEYS.items()))
     with (
         symbiosis.Executor("demo") as executor,
         Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25, name="demo") as engine,
         symbiosis.training.Engine(
-            executor.endpoint, state=tinker_service.runs_folder(folder / "checkpoints"), order_wait=60.0
+            executor.endpoint, state=tinker_service.runs_folder(folder / "checkpoints"), order_wait=order_wait
         ) as trainer,
     ):
         training = tinker_service.TrainingService(engine, trainer, folder / "checkpoints", "demo", str(DEMO_MODEL))
@@ -322,7 +324,16 @@ def test_losses_for_reinforcement_and_targets_of_two_dimensions(api: Api) -> Non
     without_weights = datum(**given)
     del without_weights.loss_fn_inputs["weights"]
     expected = float(-np.linspace(-1, 1, length, dtype=np.float32).sum())
-    for number, loss in enumerate(("importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"), 2):
+    out = of(
+        2, "importance_sampling", datum(**given | {"logprobs": tensor(old + 0.25)}, weights=tensor([1.0] * length))
+    )
+    shown = web.get(f"{api.url}/figures", headers={"authorization": f"Bearer {KEYS['anna']}"}).json()["runs"]
+    [mine] = [each for each in shown if each["id"] == run]
+    assert mine["kl"] == pytest.approx(0.25, abs=1e-4) and mine["loss"] == pytest.approx(
+        out.metrics["loss:sum"] / length
+    )
+    assert (mine["tokens"], mine["steps"], mine["rank"], mine["waiting"]) == (2 * length, 0, 4, 0)
+    for number, loss in enumerate(("importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"), 3):
         out = of(number, loss, without_weights)
         if loss in ("importance_sampling", "ppo", "gspo", "stable_reinforce"):
             assert out.metrics["loss:sum"] == pytest.approx(expected, abs=1e-3)
@@ -330,7 +341,7 @@ def test_losses_for_reinforcement_and_targets_of_two_dimensions(api: Api) -> Non
     two = np.stack([TEXT[1:], np.roll(TEXT[1:], 1)], 1)
     weights = np.zeros((length, 2), np.float32)
     weights[::3, 1] = 0.5
-    dense = of(8, "cross_entropy", datum(target_tokens=tensor(two, np.int64), weights=tensor(weights)))
+    dense = of(9, "cross_entropy", datum(target_tokens=tensor(two, np.int64), weights=tensor(weights)))
     field = dense.loss_fn_outputs[0].fields["logprobs"]
     assert list(field.trailing_shape) == [2] and len(floats(field.data)) == 2 * length
     sparse = wire.messages().Tensor(dtype=wire.FLOAT32, shape=[length, 2])
@@ -338,7 +349,7 @@ def test_losses_for_reinforcement_and_targets_of_two_dimensions(api: Api) -> Non
     sparse.sparse_csr.values = weights[rows, columns].tobytes()
     sparse.sparse_csr.col_indices = columns.astype(np.int64).tobytes()
     sparse.sparse_csr.crow_indices = np.searchsorted(rows, np.arange(length + 1)).astype(np.int64).tobytes()
-    same = of(9, "cross_entropy", datum(target_tokens=tensor(two, np.int64), weights=sparse))
+    same = of(10, "cross_entropy", datum(target_tokens=tensor(two, np.int64), weights=sparse))
     assert same.metrics["loss:sum"] == dense.metrics["loss:sum"] > 0
 
 
@@ -535,7 +546,7 @@ def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
             )["sampling_session_id"],
         )
         last = client.wait({"request_id": f"{run}/3"})
-    with served(tmp_path) as api:
+    with served(tmp_path, order_wait=2.0) as api:
         client.url = undisturbed.url = f"{api.url}/api/v1"
         assert client.told("session_heartbeat", session_id=client.session)
         assert tokens(client, sampler) == tokens(client, follows) == drawn != tokens(undisturbed, of_base)
@@ -550,6 +561,12 @@ def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
         told = wire.messages().ForwardBackwardOutput.FromString(client.wait(waits[0]))
         assert told.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
         assert norms[0]["metrics"]["grad_norm:mean"] == pytest.approx(norm, rel=1e-4)
+        early = undisturbed.send_pass(same, 9).json()
+        told = undisturbed.wait(early)
+        assert told["category"] == "user" and "command 7 has not come" in told["error"]
+        for number in (9, 8, 7):  # what was not done may be sent again
+            undisturbed.send_pass(same, number)
+        assert undisturbed.wait(early)[:1] != b"{"
         loaded = client.wait(
             client.told("load_weights", path=path, optimizer=True, session_id=client.session, model_seq_id=7)
         )["model_id"]
@@ -558,3 +575,44 @@ def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
         state = tmp_path / "checkpoints" / "state"
         eventually(lambda: [each.name for each in (state / "runs").iterdir() if each.name[0] != "."] == [same])
         assert [each.name for each in (state / "sessions").iterdir()] == [undisturbed.session]
+
+
+def test_metrics_by_tenant(api: Api) -> None:
+    def value(name: str, who: str) -> float:
+        found = re.search(
+            rf'^symbiosis_serve_tenant_training_{name}{{tenant="{who}"}} (.*)$',
+            web.get(f"{api.url}/metrics").text,
+            re.M,
+        )
+        return float(found[1]) if found else 0.0
+
+    bob = Client(api, "bob")
+    before, runs = value("tokens_total", "bob"), value("runs", "bob")
+    run = bob.run()
+    bob.trained(run, 1)
+    bob.step(run, 2)
+    late = bob.send_pass(run, 4).json()
+    assert value("tokens_total", "bob") == before + LENGTH and value("steps_total", "bob") >= 1
+    assert value("runs", "bob") == runs + 1 and value("requests_waiting", "bob") == 1
+    bob.step(run, 3)
+    bob.wait(late)
+    assert value("requests_waiting", "bob") == 0
+
+
+def test_a_client_that_vanishes_loses_nobody_else_anything(api: Api) -> None:
+    gone, stays = Client(api), Client(api, "bob")
+    run, other = gone.run(), stays.run()
+    body = wire.messages().ForwardBackwardRequest(model_id=run, seq_id=1, loss_fn="cross_entropy", data=[datum()] * 8)
+    whole = body.SerializeToString()
+    head = f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: {KEYS['anna']}\r\nContent-Type: application/x-protobuf\r\n"
+    address = ("127.0.0.1", int(api.url.rpartition(":")[2]))
+    for sent in (whole[:9], whole):  # in the midst of a body, and of a pass
+        with socket.create_connection(address) as connection:
+            connection.sendall(head.encode() + f"Content-Length: {len(whole)}\r\n\r\n".encode() + sent)
+    assert stays.trained(other, 1).metrics["loss:sum"] > 0
+    again = gone.send_bytes(whole)  # it comes back
+    out = wire.messages().ForwardBackwardOutput.FromString(gone.wait(again.json()))
+    assert out.metrics["loss:sum"] == pytest.approx(8 * stays.trained(other, 2).metrics["loss:sum"], rel=1e-4)
+    norm = gone.step(run, 2)["metrics"]["grad_norm:mean"]
+    stays.trained(other, 3)
+    assert norm == pytest.approx(8 / 3 * stays.step(other, 4)["metrics"]["grad_norm:mean"], rel=1e-3)  # once

@@ -38,7 +38,8 @@ print("trained", flush=True)
 sys.stdin.readline()  # meanwhile a process is killed
 losses.append(step())
 assert losses == sorted(losses, reverse=True), losses
-step([datum] * 1025)  # in two chunks
+short = tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:2]), loss_fn_inputs={"target_tokens": np.array(ids[1:3]), "weights": weights[:2]})
+step([short] * 1025)  # in two chunks
 own = run.forward_backward_custom([datum], lambda data, logprobs: (-sum(each.sum() for each in logprobs), {"mine": 1.0})).result()
 assert own.metrics["mine"] == 1.0
 sampler = run.save_weights_and_get_sampling_client()

@@ -19,20 +19,12 @@ from symbiosis.server.tinker.request_folder import RequestFolder
 from symbiosis.server.tinker.samplers import Sampler, Samplers, save_adapter
 from symbiosis.server.tinker.tinker_messages import PromiseOutcome, TinkerRefusal
 from symbiosis.server.tinker.tinker_sessions import TinkerSession, TinkerSessions
+from symbiosis.server.tinker.training_figures import RunFigures, TenantTraining, TrainingCounters
 from symbiosis.training import Engine as Trainer
 from symbiosis.training import PassResult, Run
 from symbiosis.training.command_order import EARLY
 
 RUNS = 1024  # of one tenant, at a time
-
-
-@dataclass
-class RunFigures:
-    """What was seen of a run since the process began: the last pass, and all of them."""
-
-    loss: float | None = None  # by token
-    kl: float | None = None  # of sampler and trainer
-    tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -46,7 +38,9 @@ class TenantRun:
     created: "Future[PromiseOutcome]" = field(default_factory=Future)
     run: Run | None = None
     outcomes: "dict[int, Future[PromiseOutcome]]" = field(default_factory=dict)  # of requests
-    figures: RunFigures = field(default_factory=RunFigures)
+    tokens: int = 0  # that it has read since the process began
+    loss: float | None = None  # of the last pass, by token
+    kl: float | None = None  # of sampler and trainer, then
     seen: float = field(default_factory=time.time)
     published: int = -1  # steps, when it was published last under its own name
 
@@ -69,6 +63,7 @@ class TenantRuns:
         self._trainer, self._config, self._model = trainer, config, model
         self._checkpoints, self._sessions, self._samplers = checkpoints, sessions, samplers
         self._runs: dict[str, TenantRun] = {}
+        self._counters = TrainingCounters()
         self._lock = threading.Lock()  # held for moments only
         self._making = threading.Lock()  # PEFT draws from the one random state that there is
         self._maker = ThreadPoolExecutor(2, thread_name_prefix="tinker-make")
@@ -263,9 +258,10 @@ class TenantRuns:
         def told(found: PassResult) -> PromiseOutcome:
             outcome = outcome_of_pass(found, request, asked.forward_only)
             tokens = sum(map(len, request.data))
-            run.figures.tokens += tokens
+            run.tokens += tokens
+            self._counters.count(run.tenant, tokens=tokens)
             if not asked.forward_only:
-                run.figures.loss, run.figures.kl = found.loss / tokens, kl_of_sampler(found, request.data)
+                run.loss, run.kl = found.loss / tokens, kl_of_sampler(found, request.data)
             return outcome
 
         if asked.forward_only:
@@ -279,7 +275,12 @@ class TenantRuns:
             raise TinkerRefusal(f"this server steps by AdamW: send adam_params, and not those of {str(kind)[:50]!r}")
         clip = adam.grad_clip_norm if adam.grad_clip_norm > 0 else None
         norm = submit("step", adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, clip)
-        return outcome_after(norm, lambda found: _body("optim_step", metrics={"grad_norm:mean": found}))
+
+        def told(found: float) -> PromiseOutcome:
+            self._counters.count(run.tenant, steps=1)
+            return _body("optim_step", metrics={"grad_norm:mean": found})
+
+        return outcome_after(norm, told)
 
     def _load(self, run: TenantRun, submit: Callable[..., Any], asked: m.LoadWeights) -> "Future[PromiseOutcome]":
         def read() -> None:
@@ -330,6 +331,21 @@ class TenantRuns:
     _verbs: dict[type, Callable[..., Any]] = {
         m.Pass: _pass, m.OptimStep: _step, m.LoadWeights: _load, m.SaveWeights: _save, m.SaveForSampler: _save_for_sampler,
     }  # fmt: skip
+
+    # ------------------------------------------------------------- what is seen
+
+    def figures(self, tenant: str, asked: m.GetFigures) -> list[RunFigures]:
+        """Return the figures of a tenant's runs, those used last first."""
+        mine = sorted((each for each in self if each.tenant == tenant and each.run), key=lambda each: -each.seen)
+        return [
+            RunFigures(
+                id=each.id, rank=each.facts.lora.rank, steps=each.trained.steps, waiting=each.waiting, tokens=each.tokens, loss=each.loss, kl=each.kl
+            )
+            for each in mine[: asked.limit]
+        ]  # fmt: skip
+
+    def totals(self, tenant: str, asked: m.GetTotals) -> dict[str, TenantTraining]:
+        return self._counters.told(self)
 
     # ------------------------------------------------------------- as it is now
 

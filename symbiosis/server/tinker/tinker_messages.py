@@ -229,10 +229,20 @@ class GetSession(Asked):
     session_id: str
 
 
+class GetFigures(Asked):
+    """Of a tenant's runs, for the page."""
+
+    limit: int = 200
+
+
+class GetTotals(Asked):
+    """By tenant, for Prometheus."""
+
+
 AnyAsked = (
     CreateSession | Heartbeat | FinishSession | CreateModel | LoadWeights | Pass | OptimStep | SaveWeights | SaveForSampler
     | GetInfo | WeightsInfo | CreateSampler | GetSampler | Resolve | Retrieve | ListRuns | GetRun | ListCheckpoints | ChangeCheckpoint
-    | DeleteCheckpoint | CheckpointFiles | SignedFile | ListSessions | GetSession
+    | DeleteCheckpoint | CheckpointFiles | SignedFile | ListSessions | GetSession | GetFigures | GetTotals
 )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class TrainingService:
             m.CreateSampler: samplers.create, m.GetSampler: samplers.get, m.Resolve: self._resolve, m.GetInfo: self._info,
             m.WeightsInfo: listing.weights, m.ListRuns: listing.runs, m.GetRun: listing.run, m.GetSession: listing.session,
             m.ListCheckpoints: listing.checkpoints, m.ChangeCheckpoint: listing.change, m.DeleteCheckpoint: listing.delete,
-            m.CheckpointFiles: listing.files, m.SignedFile: listing.signed_file,
+            m.CheckpointFiles: listing.files, m.SignedFile: listing.signed_file, m.GetFigures: runs.figures, m.GetTotals: runs.totals,
         }  # fmt: skip
         self._watcher = threading.Thread(target=self._watch, name="tinker-watch", daemon=True)
         self._watcher.start()
