@@ -549,12 +549,13 @@ def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
                 "create_sampling_session", session_id=undisturbed.session, sampling_session_seq_id=3, base_model="demo"
             )["sampling_session_id"],
         )
-        last = client.wait({"request_id": f"{run}/3"})
+        output = wire.messages().ForwardBackwardOutput
+        last = output.FromString(client.wait({"request_id": f"{run}/3"}))
     with served(tmp_path) as api:
         client.url = undisturbed.url = f"{api.url}/api/v1"
         assert client.told("session_heartbeat", session_id=client.session)
         assert tokens(client, sampler) == tokens(client, follows) == drawn != tokens(undisturbed, of_base)
-        assert client.wait({"request_id": f"{run}/3"}) == last  # what was done is not done again
+        assert output.FromString(client.wait({"request_id": f"{run}/3"})) == last  # what was done is not done again
         taken = client.wait(client.told("save_weights", model_id=run, seq_id=8, path="first"))
         assert "already" in taken["error"]
         norms = [client.wait(each) for each in waits[1:]]
@@ -562,7 +563,7 @@ def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
         for number in (1, 3, 5):
             loss = undisturbed.trained(same, number).metrics["loss:sum"]
             norm = undisturbed.step(same, number + 1, lr=3e-2)["metrics"]["grad_norm:mean"]
-        told = wire.messages().ForwardBackwardOutput.FromString(client.wait(waits[0]))
+        told = output.FromString(client.wait(waits[0]))
         assert told.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
         assert norms[0]["metrics"]["grad_norm:mean"] == pytest.approx(norm, rel=1e-4)
         loaded = client.wait(
