@@ -127,6 +127,8 @@ class Samples:
                     await asyncio.sleep(max(QUEUE_S, min(error.retry_s, 1.0)))
         except ApiError as error:
             record.refuse(error.status, error.reason, str(error))
+            if error.status >= 500 and self._front.state != "serving":
+                raise  # the client asks for it again, and the server that comes next draws the same
             return m.PromiseOutcome(error=str(error), category="server" if error.status >= 500 else "user")
         except Exception as error:
             return m.PromiseOutcome(error=str(failed(error)), category="server")
