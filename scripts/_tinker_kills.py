@@ -82,9 +82,7 @@ class SupervisedServer:
                 self._process = self._started()
 
 
-def train_under_kills(
-    report: Report, interpreter: str, model: str, folder: Path, clients: int, seconds: float
-) -> None:
+def train_under_kills(report: Report, interpreter: str, model: str, folder: Path, clients: int, seconds: float) -> None:
     """Have clients train for so long while each process of the server is killed twice, and compare them with those that nobody disturbs."""
     server = SupervisedServer(model, folder)
     own = {

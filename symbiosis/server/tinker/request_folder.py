@@ -42,7 +42,7 @@ class RequestFolder:
                         f"number {number} of this run was another request: each has a number of its own, one more than the one before"
                     )
                 return False
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             part = self.path / f".{number}"
             part.write_bytes(contents)
             part.rename(self.path / str(number))

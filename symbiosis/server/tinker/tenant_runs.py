@@ -187,11 +187,12 @@ class TenantRuns:
         run.created.set_result(outcome)
         if run.run is None:
             return
+        if run.id not in self._runs:  # its session has ended meanwhile
+            run.run.close()
+            return
         for number in run.requests.numbers:
             if number >= run.trained.next_number:
                 self._outcome(run, number)
-        if run.id not in self._runs:  # its session has ended meanwhile
-            run.run.close()
 
     def _new(self, run: TenantRun, asked: Any) -> Run:
         with self._making:
