@@ -158,9 +158,7 @@ class TrainingEngine:
         about = About(tenant, _drawn_seed() if seed is None else seed, lora_plus)
         return self._begin(name, config, about, self._made(config, about), is_new=True)
 
-    def load(
-        self, path: str | Path, *, optimizer: bool = True, tenant: str = "", name: str | None = None
-    ) -> Run:
+    def load(self, path: str | Path, *, optimizer: bool = True, tenant: str = "", name: str | None = None) -> Run:
         """Begin a run with a checkpoint of `Run.save`, or with an adapter that PEFT saved: then the optimizer begins anew, as it does without
         `optimizer`."""
         folder = Path(path)
