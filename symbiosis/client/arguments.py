@@ -29,6 +29,14 @@ def a_model(value: Any, function: str) -> None:
         )
 
 
+def model_or_endpoint(value: Any) -> None:
+    """Check the first argument of an `Engine`."""
+    if not isinstance(value, nn.Module | str):
+        raise ConfigError(
+            f"Engine takes a causal language model or the endpoint of an executor, not {value!r:.80} (of an Executor: its .endpoint)"
+        )
+
+
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r:.80}: write True or False")

@@ -75,12 +75,22 @@ def sequences(batch: Any, ahead: int = 0) -> list[Datum]:
         return [batch]
     if isinstance(batch, Mapping):
         return _labelled(batch, ahead)
-    if not isinstance(batch, Iterable):
-        raise ConfigError(f"a batch is a Datum, a list of them, or a dict with input_ids and labels, not {batch!r}")
-    data = [datum for one in batch for datum in sequences(one, ahead)]
+    if isinstance(batch, str | bytes | Tensor) or not isinstance(batch, Iterable):
+        raise _no_batch(batch)
+    data: list[Datum] = []
+    for one in batch:
+        if not isinstance(one, Datum | Mapping):
+            raise _no_batch(one)
+        data += sequences(one, ahead)
     if not data:
         raise ConfigError("the batch is empty")
     return data
+
+
+def _no_batch(given: Any) -> ConfigError:
+    return ConfigError(
+        f"a batch is a Datum, a list of them, or a dict with input_ids and labels, and this has a {type(given).__name__}"
+    )
 
 
 def check_tokens(data: Iterable[Datum], vocabulary: int, longest: int) -> None:

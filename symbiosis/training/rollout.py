@@ -323,6 +323,8 @@ def rollout(engine: SamplingEngine, name: str = "policy") -> Rollout:
     ...     symbiosis.rollout(engine).name
     'policy'
     """
+    if not hasattr(engine, "publish") or not hasattr(engine, "submit"):
+        raise ConfigError(f"rollout takes a symbiosis.serving.Engine of this program, not {engine!r:.80}")
     return Rollout(engine, name)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from symbiosis.client import arguments
 from symbiosis.client.from_executor import built
 from symbiosis.client.weights.remote_weight import close_sessions, remote_weights
 from symbiosis.errors import Busy, ConfigError
@@ -84,6 +85,7 @@ class TrainingEngine:
         batch_invariant: bool = False,
         compiled: bool = False,
     ) -> None:
+        arguments.model_or_endpoint(model)
         limits = {"max_tokens": max_tokens, "max_rank": max_rank, "in_memory": in_memory or 1}
         limits |= {} if on_device is None else {"on_device": on_device}
         for name, number in {**limits, "max_waiting": max_waiting - 1}.items():
@@ -135,7 +137,7 @@ class TrainingEngine:
 
     @property
     def names(self) -> list[str]:
-        """The names of all runs, also of those in the folder that nobody has opened."""
+        """The names of all runs in alphabetical order, also of those in the folder that nobody has opened."""
         on_disk = set() if self._folder is None else self._folder.names()
         return sorted(on_disk | self._runs.keys())
 
@@ -239,11 +241,13 @@ class TrainingEngine:
             run.journal.remove()
 
     def close(self) -> None:
-        """End, when all commands have been done."""
+        """End, when all commands have been done. It may be called again."""
         with self._changed:
-            self._closed = True
+            was_closed, self._closed = self._closed, True
             self._changed.notify_all()
         self._thread.join()
+        if was_closed:
+            return
         if self._own_model is not None:
             close_sessions(self._own_model)
         if self._folder is not None:

@@ -384,6 +384,8 @@ def test_a_part_that_computes_anything_else_is_left_out(
 def test_models_without_adapters_are_refused() -> None:
     with pytest.raises(ConfigError, match="get_peft_model"):
         symbiosis.fuse(tiny_llama().requires_grad_(False))
+    with pytest.raises(ConfigError, match="fuse takes a causal language model of transformers, and Linear is none"):
+        symbiosis.fuse(torch.nn.Linear(2, 2))
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):

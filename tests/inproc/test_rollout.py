@@ -201,6 +201,8 @@ def test_what_it_cannot_do_is_refused(parts: tuple[nn.Module, Engine], tokenizer
 
     with pytest.raises(ConfigError, match="num_beams, which the engine does not do"):
         sampling_of(GenerationConfig(num_beams=4, max_new_tokens=8), [0])
+    with pytest.raises(ConfigError, match="rollout takes a symbiosis.serving.Engine of this program, not 'http://"):
+        symbiosis.rollout("http://127.0.0.1:8000")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="samples in no way that is known"):
         Rollout(parts[1], "policy").attach(type("Odd", (), {"args": None})())
 

@@ -345,6 +345,36 @@ def test_after_the_end(engine: Engine) -> None:
             call()
 
 
+def test_an_engine_may_be_closed_again(tmp_path: Path) -> None:
+    with Engine(tiny_llama(), state=tmp_path / "runs") as engine:
+        engine.close()
+        other = (tmp_path / "other").open("w")  # it has the descriptor that the engine had, and keeps it
+    other.write("there")
+    other.close()
+
+
+@pytest.mark.parametrize("wrong", [None, 3, {}])
+def test_what_no_engine_takes(wrong: Any) -> None:
+    for kind in (Engine, symbiosis.serving.Engine):
+        with pytest.raises(
+            ConfigError, match="Engine takes a causal language model or the endpoint of an executor, not"
+        ):
+            kind(wrong)
+
+
+def test_what_no_batch_is(engine: Engine) -> None:
+    run = engine.create(lora())
+    for wrong, kind in (
+        ("text", "str"),
+        (torch.tensor([[1, 2]]), "Tensor"),
+        ([1, 2], "int"),
+        ([[Datum([1], [2])]], "list"),
+        (["a"], "str"),
+    ):
+        with pytest.raises(ConfigError, match=f"a batch is a Datum, a list of them, .* and this has a {kind}"):
+            run.forward(wrong)
+
+
 def test_a_model_without_a_head() -> None:
     with pytest.raises(ConfigError, match="no causal language model"):
         Engine(tiny_llama().model)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import nn
 
+from symbiosis.client import arguments
 from symbiosis.client.from_executor import built
 from symbiosis.client.weights.remote_weight import close_sessions, remote_weights
 from symbiosis.errors import ConfigError
@@ -108,6 +109,7 @@ class Engine:
             policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens, first_token_s=first_token_s,
             max_waiting=max_waiting, of_tenant=of_tenant, max_rank=max_rank, adapter_memory=adapter_memory, max_adapter_bytes=max_adapter_bytes,
         )  # fmt: skip
+        arguments.model_or_endpoint(model)
         if len(devices) > 1:
             options = {"memory": memory, "max_batch": max_batch, "prefill_tokens": prefill_tokens, "compiles": compiles}
             self._served: ModelRunner = divided(model, devices, wait=wait, **options)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from symbiosis.client.arguments import a_model
 from symbiosis.client.layers.layer_plan import base_model
@@ -44,6 +45,8 @@ def fuse(model: Model) -> Model:
     a_model(model, "fuse")
     unfuse(model)
     base = base_model(model)
+    if not isinstance(base, PreTrainedModel):
+        raise ConfigError(f"fuse takes a causal language model of transformers, and {type(base).__name__} is none")
     with _evaluated(base):
         probe = _Probe(base)
         if not has_own_forward(base):
