@@ -234,3 +234,5 @@ def test_an_adapter_of_another_base_is_refused() -> None:
             engine.publish("mine", trained(lora(r=8)))
         with pytest.raises(AdapterError, match="has no adapter"):
             engine.publish("mine", llama())
+        with pytest.raises(AdapterError, match="an adapter cannot be named 'None'"):
+            engine.publish(None, trained(lora()))  # type: ignore[arg-type]

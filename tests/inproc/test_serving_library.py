@@ -271,7 +271,10 @@ def test_a_name_that_leads_out_of_the_folder(served: ModelRunner, good: Path, fo
     (folder.parent / "out").symlink_to(good)
     library = AdapterRegistry(served, folder.parent)
     assert library.names() == ["mine"]
-    with pytest.raises(AdapterError, match="adapter 'out': it is a link to a folder outside of that of --adapters"):
+    with pytest.raises(
+        AdapterError,
+        match="adapter 'out': it is a link to a folder outside of that of --adapters: move it there, or name it: --adapters NAME=PATH",
+    ):
         library.get("out")
 
 

@@ -82,7 +82,9 @@ class Folder:
         try:
             check_name(name, self.base)
             if not is_within(self.path / name, self.path):
-                raise AdapterError("it is a link to a folder outside of that of --adapters")
+                raise AdapterError(
+                    "it is a link to a folder outside of that of --adapters: move it there, or name it: --adapters NAME=PATH"
+                )
             read_adapter(self.path / name, self.most_bytes, self.most_tensors)
         except AdapterError as error:
             return f"adapter {shown(name)!r}: {error}"
@@ -108,10 +110,10 @@ def is_within(path: Path, folder: Path) -> bool:
 
 def check_name(name: str, base: str | None = None) -> None:
     """Raise `AdapterError` for a name that no adapter may have; `base` is the base's."""
-    if name == base:
+    if isinstance(name, str) and name == base:
         raise AdapterError(IS_THE_BASE.format(shown(name, 200)))
-    if not NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise AdapterError(
-            f"an adapter cannot be named {shown(name, 200)!r}: names have letters, digits and . _ - @ + = (and one / inside), and begin with a "
+            f"an adapter cannot be named {shown(str(name), 200)!r}: names have letters, digits and . _ - @ + = (and one / inside), and begin with a "
             "letter or a digit"
         )
