@@ -1,5 +1,6 @@
 """Adapters that are refused before PEFT makes them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from symbiosis.errors import AdapterError
@@ -13,6 +14,7 @@ ELSEWHERE = {
     "ADALORA": "it changes its ranks between steps, when its program says so",
 }
 
+LARGEST = 1e6  # of numbers that scale: beyond it values are soon infinite or not numbers, and attention may hide that
 RANKS = ("r", "init_r", "target_r", "num_virtual_tokens")  # of a configuration
 
 
@@ -34,6 +36,16 @@ def check_kind(config: Any) -> None:
             raise AdapterError(f"a LoRA with {option} cannot be trained together with others: {reason}")
     if kind == "LORA":
         refuse_rewritten({"init_lora_weights": config.init_lora_weights})
+    for name, number in _numbers(config):
+        if not abs(number) <= LARGEST:
+            raise AdapterError(f"its {name} is {number}: numbers are from -{LARGEST:g} to {LARGEST:g}")
+
+
+def _numbers(config: Any) -> Iterator[tuple[str, float]]:
+    for name, told in vars(config).items():
+        for value in told.values() if isinstance(told, dict) else [told]:
+            if isinstance(value, float) or (isinstance(value, int) and "alpha" in name):
+                yield name, value
 
 
 def check_rank(config: Any, most: int) -> None:

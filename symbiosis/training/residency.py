@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from symbiosis.training.run_command import Command, again, result_record
-from symbiosis.training.run_journal import RunJournal
+from symbiosis.training.run_journal import RunJournal, restoring
 from symbiosis.training.train_state import TrainState
 from symbiosis.training.training_run import Run
 
@@ -122,12 +122,13 @@ class Residency:
     def _woken(self, run: Run) -> TrainState:
         assert run.journal is not None
         state = self._shell(run.journal) if run.journal.has_state else None
-        state = state or self._make(run.journal)
-        if run.journal.has_state:
-            state.put(run.journal.tensors())
-        for record in run.journal.records():
-            if (command := again(record)) is not None:
-                self._do(state, command)
+        with restoring(run.journal.folder):
+            state = state or self._make(run.journal)
+            if run.journal.has_state:
+                state.put(run.journal.tensors())
+            for record in run.journal.records():
+                if (command := again(record)) is not None:
+                    self._do(state, command)
         return state
 
     def _shell(self, journal: RunJournal) -> TrainState | None:

@@ -109,8 +109,11 @@ class RunAdapter:
         lacking, unknown = self.tensors().keys() - tensors.keys(), tensors.keys() - self.tensors().keys()
         for name in (*lacking, *unknown):
             raise AdapterError(f"the adapter {'lacks' if name in lacking else 'has, and this one not,'} {name}")
-        with torch.no_grad():
-            set_peft_model_state_dict(self.peft, tensors)
+        try:
+            with torch.no_grad():
+                set_peft_model_state_dict(self.peft, tensors)
+        except RuntimeError as error:  # of a shape
+            raise AdapterError(f"its tensors are not those of its configuration: {error}") from None
 
     def save(self, folder: Path) -> None:
         self.peft.save_pretrained(str(folder), save_embedding_layers=False)
@@ -159,7 +162,7 @@ def _made(skeleton: Skeleton, config: Any) -> Any:
     own_biases = getattr(config, "bias", "none") not in ("none", None)
     try:
         return get_peft_model(skeleton.copy(own_biases), config).train()
-    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError) as error:
         raise AdapterError(f"PEFT does not take it: {error}") from error
 
 

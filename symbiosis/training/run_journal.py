@@ -14,6 +14,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -220,11 +221,25 @@ class RunJournal:
         return self.folder / f"log-{number}"
 
 
+@contextmanager
+def restoring(folder: Path) -> Iterator[None]:
+    """In the block, what a damaged folder leads to is an `AdapterError` that names it."""
+    try:
+        yield
+    except (msgspec.MsgspecError, LookupError, ValueError, TypeError, RuntimeError, AssertionError) as error:
+        raise AdapterError(
+            f"{folder} could not be restored, and may be damaged: {type(error).__name__}: {error}"
+        ) from error
+
+
 def config_of(folder: Path) -> Any:
     """Return the configuration of an adapter that is to be trained."""
     from peft import PeftConfig
 
-    config = PeftConfig.from_pretrained(str(folder))
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, LookupError, AttributeError, ImportError, RecursionError) as error:
+        raise AdapterError(f"{folder / 'adapter_config.json'} is no configuration of PEFT: {error}") from None
     config.inference_mode = False
     return config
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from symbiosis.errors import AdapterError
+from symbiosis.serving.lora.adapter_files import check_finite
 from symbiosis.training.flat_parameters import FlatParameters
 from symbiosis.training.run_adapter import RunAdapter
 
@@ -70,7 +71,7 @@ class TrainState:
         """Be what `tensors` were told of."""
         for number, flat in enumerate(self.adapter.flats):
             of = {name: tensors[f"{number}.{name}"] for name in ALL if f"{number}.{name}" in tensors}
-            if of["values"].shape != flat.values.shape:
+            if any(tensor.shape != flat.values.shape for name, tensor in of.items() if name != "step"):
                 raise AdapterError(
                     "its folder is of another base: open it with an engine of the one that it began with"
                 )
@@ -104,7 +105,9 @@ class TrainState:
     def load(self, folder: Path, optimizer: bool = True) -> None:
         """Take over the values of such a folder, with those of the optimizer, or with one that begins anew."""
         try:
-            self.adapter.load(load_file(folder / ADAPTER))
+            tensors = load_file(folder / ADAPTER)
+            check_finite(tensors.items(), "attention would hide it, and train on: take an earlier checkpoint")
+            self.adapter.load(tensors)
             self._moments.clear()
             self.drop_gradients()
             if optimizer and (folder / OPTIMIZER).is_file():

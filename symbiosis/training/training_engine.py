@@ -23,11 +23,11 @@ from symbiosis.training.engine_folder import NAME, EngineFolder
 from symbiosis.training.joined_passes import JoinedPasses
 from symbiosis.training.joined_steps import StepWords, step_together
 from symbiosis.training.packed_model import PackedModel
-from symbiosis.training.refused_adapters import check_rank
+from symbiosis.training.refused_adapters import LARGEST, check_rank
 from symbiosis.training.residency import Residency
 from symbiosis.training.run_adapter import RunAdapter, in_front
 from symbiosis.training.run_command import Command, future_of
-from symbiosis.training.run_journal import About, RunJournal, config_of, no_room
+from symbiosis.training.run_journal import About, RunJournal, config_of, no_room, restoring
 from symbiosis.training.train_state import TrainState, lora_plus_of
 from symbiosis.training.training_run import Run
 
@@ -152,9 +152,6 @@ class TrainingEngine:
             tenant: With whom it shares: passes are shared out by tenant.
             name: By which it is opened again; default: one that nobody else has.
         """
-        if not 0 < lora_plus < float("inf"):
-            raise ConfigError(f"lora_plus is a positive number, not {lora_plus}")
-        check_rank(config, self._max_rank)
         if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 1 << 63):
             raise ConfigError(f"seed is a whole number from 0 to 2**63 - 1, or None, not {seed!r}")
         about = About(tenant, _drawn_seed() if seed is None else seed, lora_plus)
@@ -166,7 +163,6 @@ class TrainingEngine:
         folder = Path(path)
         check_adapter(folder)
         config = config_of(folder)
-        check_rank(config, self._max_rank)
         about = About(tenant, 0, lora_plus_of(folder))
         state = self._made(config, about)
         state.load(folder, optimizer)
@@ -191,7 +187,9 @@ class TrainingEngine:
             if (run := self._runs.get(name)) is None:
                 if self._folder is None or not self._folder.has(name):
                     raise ConfigError(f"there is no run {name!r}: `names` tells those that there are")
-                run = self._runs[name] = _opened(self, name, RunJournal(self._folder.path / name))
+                folder = self._folder.path / name
+                with restoring(folder):
+                    run = self._runs[name] = _opened(self, name, RunJournal(folder))
         return run
 
     def has_room(self, tenant: str = "") -> bool:
@@ -290,6 +288,9 @@ class TrainingEngine:
         return run
 
     def _made(self, config: Any, about: About) -> TrainState:
+        check_rank(config, self._max_rank)
+        if not 0 < about.lora_plus <= LARGEST:
+            raise ConfigError(f"lora_plus is a positive number, at most {LARGEST:g}, not {about.lora_plus}")
         return TrainState(RunAdapter(self._model.skeleton, config, about.seed), about.lora_plus)
 
     def _made_anew(self, journal: RunJournal) -> TrainState:
@@ -299,6 +300,7 @@ class TrainingEngine:
 
     def _do_again(self, state: TrainState, command: Command) -> None:
         if command.is_pass:
+            self.check(command.data, state.adapter.virtual)
             for outcome in self._passes.compute([(command, state)]):
                 if isinstance(outcome, Exception):
                     raise outcome

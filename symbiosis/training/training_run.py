@@ -11,9 +11,12 @@ from symbiosis.training.checkpoint_folders import write_checkpoint
 from symbiosis.training.command_order import CommandOrder
 from symbiosis.training.datum import Datum, sequences
 from symbiosis.training.losses import Custom, check_loss
+from symbiosis.training.refused_adapters import LARGEST
 from symbiosis.training.run_command import FORWARD, FORWARD_BACKWARD, Command, PassResult, step_command
 from symbiosis.training.run_journal import RunJournal
 from symbiosis.training.train_state import TrainState
+
+SMALLEST = 1.2e-38  # float32's: an eps below it is nothing, and a gradient of 0 would be divided by 0
 
 
 class Commander(Protocol):
@@ -197,8 +200,10 @@ class Run:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"a step takes numbers, and two betas: {error}") from None
         for name, number in words.items():
-            if not 0 <= number < float("inf") or (name.startswith("beta") and number >= 1):
-                raise ConfigError(f"{name} is {number}: it is not negative, and a beta is below 1")
+            if not 0 <= number <= LARGEST or (name.startswith("beta") and number >= 1):
+                raise ConfigError(f"{name} is {number}: it is from 0 to {LARGEST:g}, and a beta is below 1")
+        if words["eps"] < SMALLEST:
+            raise ConfigError(f"eps is {eps}, and at least {SMALLEST:g}: below that a step divides by zero")
         if most is not None and not most > 0:
             raise ConfigError(f"max_grad_norm is positive or None, not {max_grad_norm}")
         return step_command({**words, "max_grad_norm": most})

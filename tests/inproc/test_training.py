@@ -1,6 +1,7 @@
 """The engine that trains: each run as PEFT alone, whatever else is in its passes; and errors for whom they concern."""
 
 import importlib
+import json
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 import symbiosis
 from symbiosis.errors import AdapterError, ConfigError
@@ -252,6 +254,10 @@ def test_steps_that_cannot_be(engine: Engine) -> None:
         {"lr": float("nan")},
         {"lr": 1.0, "betas": (0.9, 1.0)},
         {"lr": 1.0, "max_grad_norm": 0},
+        {"lr": 1e308},
+        {"lr": 1.0, "weight_decay": 1e30},
+        {"lr": 1.0, "eps": 0.0},
+        {"lr": 1.0, "eps": 1e-50},
     ):
         with pytest.raises(ConfigError):
             run.step(**words)
@@ -329,6 +335,29 @@ def test_what_is_no_checkpoint(engine: Engine, tmp_path: Path) -> None:
     tensors = saved / "adapter_model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-100])
     with pytest.raises(AdapterError, match="cut off"):
+        engine.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("config", "factor", "said"),
+    [
+        ("", 1, "no configuration of PEFT"),
+        ("[]", 1, "no configuration of PEFT"),
+        ('{"peft_type": "NONE"}', 1, "no configuration of PEFT"),
+        ({"lora_alpha": float("nan")}, 1, "lora_alpha is nan"),
+        ({"alpha_pattern": {"q_proj": 1e308}}, 1, "alpha_pattern is 1e"),
+        ({"r": 3}, 1, "not those of its configuration"),
+        ({"trainable_token_indices": [10**9]}, 1, "PEFT does not take it"),
+        ({}, float("nan"), "infinite or not numbers"),
+    ],
+)
+def test_adapters_that_lie(engine: Engine, tmp_path: Path, config: Any, factor: float, said: str) -> None:
+    """What is no number is not trained on: attention on a CPU makes a finite loss of it."""
+    saved = engine.create(lora()).save(tmp_path / "one")
+    file, tensors = saved / "adapter_config.json", saved / "adapter_model.safetensors"
+    file.write_text(config if isinstance(config, str) else json.dumps({**json.loads(file.read_text()), **config}))
+    save_file({name: tensor * factor for name, tensor in load_file(tensors).items()}, tensors, {"format": "pt"})
+    with pytest.raises(AdapterError, match=said):
         engine.load(saved)
 
 

@@ -1,5 +1,6 @@
 """Runs of an engine: numbers, tenants, limits, and a folder in which they outlive it."""
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 
 from symbiosis import training
 from symbiosis.errors import AdapterError, Busy, ConfigError
 from symbiosis.training import Datum, Engine, Run
+from symbiosis.training.run_journal import DatumRecord, Record, _framed
 from tests.conftest import tiny_llama
 from tests.inproc.test_training import batch, gradients, held, lora
 
@@ -239,6 +242,48 @@ def test_a_run_whose_folder_is_damaged(tmp_path: Path) -> None:
     state.write_bytes(state.read_bytes()[:-50])
     with Engine(tiny_llama(), state=tmp_path) as engine:
         with pytest.raises(AdapterError, match="cut off or damaged"):
+            engine.open("bad").forward(batch(1)).result(60)
+        assert engine.open("good").forward(batch(1)).result(60)
+
+
+def add_to_log(folder: Path, **record: Any) -> None:
+    [log] = folder.glob("log-*")
+    log.write_bytes(log.read_bytes() + _framed(Record(**record)))
+
+
+def change_json(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def change_state(folder: Path, **tensors: torch.Tensor) -> None:
+    [state] = folder.glob("state-*")
+    save_file({**load_file(state), **{f"0.{name}": tensor for name, tensor in tensors.items()}}, state, {"steps": "3"})
+
+
+ONE, FAR = (1).to_bytes(8, "little"), (10**9).to_bytes(8, "little")
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "a step of other words": lambda folder: add_to_log(folder, verb="step", words={"evil": 1}),
+    "tokens that are cut off": lambda folder: add_to_log(folder, verb="forward_backward", kind="cross_entropy", data=[DatumRecord(b"abc", ONE, 0, None, None, None)]),
+    "tokens out of the vocabulary": lambda folder: add_to_log(folder, verb="forward_backward", kind="cross_entropy", data=[DatumRecord(FAR, ONE, 0, None, None, None)]),
+    "a loss that there is not": lambda folder: add_to_log(folder, verb="forward_backward", kind="none", data=[DatumRecord(ONE, ONE, 0, None, None, None)]),
+    "another run.json": lambda folder: (folder / "run.json").write_bytes(b"[]") and None,
+    "another configuration": lambda folder: (folder / "adapter_config.json").write_bytes(b"[]") and None,
+    "a rank beyond the limit": lambda folder: change_json(folder / "adapter_config.json", r=10**6),
+    "a learning rate without end": lambda folder: change_json(folder / "run.json", lora_plus=1e300),
+    "a log with no number": lambda folder: (folder / "log-x").touch(),
+    "moments of another size": lambda folder: change_state(folder, exp_avg=torch.zeros(2)),
+    "gradients of another size": lambda folder: change_state(folder, gradients=torch.zeros(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_others_wrote_into_a_folder_ends_with_its_run(tmp_path: Path, what: str) -> None:
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        for name in ("good", "bad"):
+            three_steps(engine.create(lora(), name=name, seed=1))
+    DAMAGE[what](tmp_path / "bad")
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        with pytest.raises(ConfigError):
             engine.open("bad").forward(batch(1)).result(60)
         assert engine.open("good").forward(batch(1)).result(60)
 
