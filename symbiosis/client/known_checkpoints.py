@@ -38,10 +38,11 @@ def key_of(files: Sequence[str], model: Any, load_config: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(decides)).hexdigest()
 
 
-def _identity(file: str) -> tuple[str, int, int, int]:
+def _identity(file: str) -> tuple[str, int, int, int, int]:
     path = Path(file).resolve()  # in the hub's cache, files are links
     found = path.stat()
-    return str(path), found.st_size, found.st_mtime_ns, found.st_ino
+    # `rsync --times`, and builds of images, give other contents the same mtime; nobody chooses a ctime
+    return str(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def read(key: str) -> list[Made]:
