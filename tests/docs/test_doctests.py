@@ -5,6 +5,8 @@ import importlib
 import pkgutil
 from contextvars import copy_context
 
+import pytest
+
 import symbiosis
 
 MODULES = [
@@ -14,6 +16,7 @@ MODULES = [
 ]
 
 
+@pytest.mark.timeout(600)  # on a busy machine
 def test_docstring_examples() -> None:
     failed = {}
     for name in MODULES:
