@@ -95,12 +95,13 @@ class Generation:
         self._open: dict[int, dict[int, Choice]] = {}  # completions under way, by request
         self.choices = self.completions = self.most_tokens = 0  # completions: those under way
         self.prompts_of: list[int] = []  # tokens of each choice's prompt
+        self.told_before: dict[int, str] = {}  # the text of choices that another server has told
         for request in requests:
             under_way = dict[int, Choice]()
             for number in request.under_way:
                 choice = under_way[number] = Choice(new_text(), Delta(self.choices + number), 0)
                 if request.chosen:  # which was handed out elsewhere
-                    choice.text.add(request.chosen[number])
+                    self.told_before[self.choices + number] = choice.text.add(request.chosen[number])
                     choice.told = len(request.chosen[number])
             if under_way:
                 self._open[request.id] = under_way

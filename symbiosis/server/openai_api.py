@@ -1,6 +1,7 @@
 """The routes: OpenAI's, vLLM's for adapters, and those for operators."""
 
 import os
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ from symbiosis.server.serving_state import ServingState
 from symbiosis.server.tinker.checkpoint_store import PRIVATE
 from symbiosis.server.tinker.tinker_messages import GetFigures
 from symbiosis.server.tinker.training_figures import RunFigures
+from symbiosis.server.tool_parsers import PARSERS
+from symbiosis.server.tools import ToolUse, call_format, check_use, grammar_of
 from symbiosis.serving.lora.adapter import IS_THE_BASE
+from symbiosis.serving.request import Guide
 
 SEND_IT = "put it there, or send the adapter itself with PUT /v1/adapters/NAME"
 
@@ -93,7 +97,8 @@ def _completion(
 ) -> tuple[Words, Generation]:
     prompts = [front.prompts.tokens(each) for each in given]
     most = front.tokens_for(prompts, body.max_tokens, 16, "max_tokens")
-    sampling = openai_protocol.sampling_of(body, most, body.logprobs)
+    guide = body.follows[1] if body.follows else None
+    sampling = openai_protocol.sampling_of(body, most, body.logprobs, guide)
     # without a token to make, only the prompt is computed
     scored = bool(body.echo) and (body.logprobs is not None or most == 0)
     generation = front.generation(admission, body, prompts, sampling, body.max_tokens is None, scored, adapter)
@@ -124,12 +129,30 @@ async def chat(front: ServingState, request: Request) -> ASGIApp:
 def _chat(
     front: ServingState, admission: Admission, body: openai_protocol.ChatBody, adapter: str
 ) -> tuple[Words, Generation]:
-    prompts = [front.prompts.of_chat(body.messages, body.template_options)]
+    use = body.tool_use
+    prompts = [front.prompts.of_chat(body.messages, body.template_options, use.shown if use else None)]
+    guide = _chat_guide(front, body, use)
     most = front.tokens_for(prompts, body.wanted, None, "max_completion_tokens")
     tops = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = openai_protocol.sampling_of(body, most, tops)
+    sampling = openai_protocol.sampling_of(body, most, tops, guide)
     words = ChatWords(body.model, front.tokenizer, bool(body.logprobs), before=body.continuation)
-    return words, front.generation(admission, body, prompts, sampling, body.wanted is None, adapter=adapter)
+    if use is not None:
+        parser = PARSERS[call_format(use, front.tool_format)]
+        words.read_calls(partial(parser, use.most), is_chosen=use.name is not None)
+    special = use is not None and parser.needs_special
+    generation = front.generation(admission, body, prompts, sampling, body.wanted is None, False, adapter, special)
+    words.go_on(generation.told_before)
+    return words, generation
+
+
+def _chat_guide(front: ServingState, body: openai_protocol.ChatBody, use: ToolUse | None) -> Guide | None:
+    """Return what an answer must follow, for its own sake or for that of tools."""
+    follows = body.follows[1] if body.follows else None
+    if use is None:
+        return follows
+    check_use(use, front.tool_format, follows.kind if follows else None)
+    grammar = grammar_of(use, call_format(use, front.tool_format), follows.text if follows else None)
+    return None if grammar is None else Guide("grammar", grammar)
 
 
 def _reply(

@@ -13,7 +13,6 @@ HARMLESS = {  # taken: no answer depends on them
     "safety_identifier": "who asks, for logs of a provider",
     "prompt_cache_key": "a hint: what prompts have in common is found without it",
     "prediction": "a guess at the answer, which makes it faster elsewhere",
-    "parallel_tool_calls": "there are no tools, so none are called",
 }
 OF_TEMPLATE = ("reasoning_effort", "verbosity")  # honoured if the chat template reads them, else refused
 DEFAULTS: dict[str, tuple[tuple[Any, ...], str]] = {  # refused, but for values that mean what is done anyway
@@ -22,10 +21,8 @@ DEFAULTS: dict[str, tuple[tuple[Any, ...], str]] = {  # refused, but for values 
     "prompt_cache_options": (({}, {"mode": "implicit"}), "the server finds by itself what prompts have in common"),
     "prompt_cache_retention": (("in_memory",), "what was computed of prompts is kept while there is memory"),
     "suffix": (("",), "the model completes at the end only"),
-    "tools": (([],), "describe them in a message, and ask for JSON by response_format"),
-    "tool_choice": (("none",), "there are no tools to choose: leave it out, and ask for JSON by response_format"),
-    "functions": (([],), "describe them in a message, and ask for JSON by response_format"),
-    "function_call": (("none",), "there are no functions to call: leave it out, and ask for JSON by response_format"),
+    "functions": (([],), "tools are its new name"),
+    "function_call": (("none",), "tool_choice is its new name"),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
     "moderation": ((), "nothing is moderated here"),

@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal, Optional, TypeVar
 import msgspec
 
 from symbiosis.server.api_errors import ApiError, wrong
+from symbiosis.server.guides import ResponseFormat, StructuredOutputs, guide_of
 from symbiosis.server.json_costs import Most
 from symbiosis.server.openai_fields import DEFAULTS, OF_TEMPLATE, check_default
+from symbiosis.server.tools import Choice, Tool, ToolUse, tool_use
 from symbiosis.serving.engine.limits import COUNTS, LIMITS, Unfit, check_count, check_length
-from symbiosis.serving.request import MANY, Sampling
+from symbiosis.serving.request import MANY, Guide, Sampling
 
-BY_FORMAT = "Text by a JSON schema is asked for by response_format={'type': 'json_schema', ...}"
 BodyType = TypeVar("BodyType", bound="Body")
 Kind = TypeVar("Kind")
 MOST_PROMPTS = 1 << 16  # of a request, and completions that go on
@@ -25,18 +26,6 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: msgspec.Raw = msgspec.Raw()  # of DEFAULTS
-
-
-class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
-    schema: msgspec.Raw = msgspec.Raw()  # its text, which the engine's process reads
-    name: str | None = None
-    strict: bool | None = None
-    description: str | None = None
-
-
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
-    json_schema: JsonSchema | None = None
 
 
 class Continuation(msgspec.Struct, forbid_unknown_fields=True):
@@ -99,6 +88,11 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = msgspec.Raw()
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     continuation: Continuation | None = None
     # HARMLESS
     user: str | None = None
@@ -110,6 +104,15 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: msgspec.Raw = msgspec.Raw()
     prompt_cache_options: msgspec.Raw = msgspec.Raw()
     prompt_cache_retention: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def follows(self) -> tuple[str, Guide] | None:
+        """What the text must follow, and the field that says so."""
+        outputs = {} if self.structured_outputs is None else {"structured_outputs": self.structured_outputs}
+        for kind in ("json", "regex", "choice", "grammar"):
+            if (given := getattr(self, f"guided_{kind}")) not in (None, msgspec.Raw()):
+                outputs[f"guided_{kind}"] = StructuredOutputs(**{kind: given})
+        return guide_of(self.response_format, outputs)
 
     @property
     def stops(self) -> list[str]:
@@ -138,12 +141,12 @@ class ChatBody(Body, kw_only=True):
     # OF_TEMPLATE
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    # HARMLESS
+    tools: list[Tool] | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
+    # HARMLESS
     prediction: msgspec.Raw = msgspec.Raw()  # an object, of which nothing is made
     # DEFAULTS
-    tools: msgspec.Raw = msgspec.Raw()
-    tool_choice: msgspec.Raw = msgspec.Raw()
     functions: msgspec.Raw = msgspec.Raw()
     function_call: msgspec.Raw = msgspec.Raw()
     modalities: msgspec.Raw = msgspec.Raw()
@@ -157,12 +160,18 @@ class ChatBody(Body, kw_only=True):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def tool_use(self) -> ToolUse | None:
+        """What the model may do with tools; None: nothing."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
     def template_options(self) -> dict[str, Any]:
         """What the chat template is given besides the messages."""
         asked = {name: getattr(self, name) for name in OF_TEMPLATE if getattr(self, name) is not None}
         return {**asked, **(self.chat_template_kwargs or {})}
 
 
+NULL = msgspec.Raw(b"null")
 MOST_VALUES = 1 << 22
 LITTLE = 1024  # bytes of a field of which anything may be made
 SHORT = 1 << 18  # bytes of fields that hold few short texts, however these are written
@@ -172,6 +181,10 @@ MOST = {  # what fields hold at most: it is counted before anything is made of t
     "logit_bias": Most(COUNTS["logit_bias"], 1, COUNTS["logit_bias"], SHORT),
     "metadata": Most(2 * COUNTS["metadata"], 1, COUNTS["metadata"], SHORT),
     "chat_template_kwargs": Most(1024, 256, 1024, SHORT),
+    "structured_outputs": Most(1 << 16, 1 << 16, 1 << 16, SHORT),
+    "guided_choice": Most(1 << 16, 1, 1 << 16, SHORT),
+    "tools": Most(1 << 16, 1 << 16, 1 << 16, 1 << 20),
+    "tool_choice": Most(16, 4, 16, LITTLE),
     "messages": Most(8 * COUNTS["messages"], 4 * COUNTS["messages"], 16 * COUNTS["messages"]),
     "prompt": Most(MOST_PROMPTS, 1 + MOST_PROMPTS, MOST_VALUES),
     "continuation": Most(16, 3 + MOST_PROMPTS, MOST_VALUES),
@@ -182,7 +195,7 @@ def read(kind: type[BodyType], data: bytes) -> BodyType:
     """Read a body of this kind, in which null is as if it were not there. Raises an `ApiError` that says what is wrong with it."""
     as_written, large = _as_written(kind)
     told = msgspec.structs.asdict(decoded(as_written, data))
-    fields = {name: value for name, value in told.items() if value is not None}
+    fields = {name: value for name, value in told.items() if value not in (None, NULL) or name in large}
     for name, its_kind in large.items():
         if not (given := bytes(fields.pop(name))):
             continue
@@ -229,10 +242,9 @@ def _named(text: str, field: str) -> ApiError:
     if not field and NO_OBJECT.fullmatch(text):
         return wrong("the body is not a JSON object")
     if found := re.search(r"unknown field `(.*?)`", text):
-        hint = f". {BY_FORMAT}" if found[1].startswith(("guided_", "structured_outputs")) else ""
-        return wrong(f"unrecognized request argument: {found[1][:100]}{hint}", found[1][:100])
+        return wrong(f"unrecognized request argument: {found[1][:100]}", found[1][:100])
     if found := re.search(r"missing required field `(.*?)`", text):
-        return wrong(f"the argument {found[1]} is missing", found[1])
+        return wrong(f"{field and f'{field}: '}the argument {found[1]} is missing", field or found[1])
     found = re.search(r"at `\$\.?([\w.\[\]]+)`", text)
     where = ".".join(filter(None, [field, found[1] if found else ""])).replace(".[", "[")
     if bound := re.match(r"Expected `\w+` (>=|<=) (-?\d+)", text):
@@ -245,7 +257,6 @@ AS_ASKED = {
     "chosen": "continuation",
     "ended": "continuation",
     "id": "continuation",
-    "schema": "response_format",
     "completions": "n",
 }  # what the API calls the engine's fields
 AS_CHAT = {**AS_ASKED, "prompt": "messages", "logprobs": "top_logprobs"}
@@ -266,11 +277,14 @@ def check(body: Body) -> None:
         _check_counts(body)
     except Unfit as unfit:
         raise refused(unfit) from None
+    if (found := body.follows) is not None:
+        field, guide = found
+        try:
+            check_length(guide.kind, len(guide.text))
+        except Unfit as unfit:
+            raise refused(unfit, {guide.kind: field}) from None
     if body.stream_options is not None:
         _check_stream(body, body.stream_options)
-    wanted = body.response_format
-    if wanted is not None and wanted.json_schema and wanted.type != "json_schema":
-        raise wrong("response_format: a json_schema goes with the type json_schema", "response_format")
     if body.continuation is not None and not (body.stream and body.seed is not None):
         raise wrong("a continuation goes with stream=true and a seed", "continuation")
     if isinstance(body, ChatBody):
@@ -298,8 +312,6 @@ def _check_counts(body: Body) -> None:
             check_count(name, len(given))
     if body.stop_token_ids:
         check_count("stop_tokens", len(body.stop_token_ids))
-    if body.response_format and body.response_format.json_schema:
-        check_length("schema", len(str(bytes(body.response_format.json_schema.schema), errors="replace")))
     if body.continuation is not None:
         check_length("id", len(body.continuation.id))
     if isinstance(body, ChatBody):
@@ -325,6 +337,7 @@ def _check_chat(body: ChatBody) -> None:
             raise wrong(f"{name} is in chat_template_kwargs, too: give it once", name)
     if not body.messages:
         raise wrong("messages is empty", "messages")
+    _ = body.tool_use  # is checked
 
 
 SAME = tuple(
@@ -332,8 +345,8 @@ SAME = tuple(
 )  # by one name here and in the engine
 
 
-def sampling_of(body: Body, max_tokens: int, logprobs: int | None) -> Sampling:
-    """Return how the engine is to choose tokens. It checks what is asked for."""
+def sampling_of(body: Body, max_tokens: int, logprobs: int | None, guide: Guide | None = None) -> Sampling:
+    """Return how the engine is to choose tokens. It checks what is asked for. `guide`: what the text must follow."""
     told = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if told.get("top_k") == -1:
         told["top_k"] = 0
@@ -341,10 +354,9 @@ def sampling_of(body: Body, max_tokens: int, logprobs: int | None) -> Sampling:
         told["logit_bias"] = _bias(body.logit_bias)
     if body.stop_token_ids:
         told["stop_tokens"] = tuple(dict.fromkeys(body.stop_token_ids))
-    if body.response_format is not None:
-        told["schema"] = _schema(body.response_format)
     told.setdefault("seed", secrets.randbits(63))
-    return Sampling(**{**told, "max_tokens": max_tokens, "logprobs": logprobs})
+    guided = {} if guide is None else {guide.kind: guide.text}
+    return Sampling(**{**told, **guided, "max_tokens": max_tokens, "logprobs": logprobs})
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
@@ -352,22 +364,3 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
         if not re.fullmatch(r"\d{1,9}", name):
             raise wrong(f"logit_bias: its keys are tokens by number, not {name[:50]!r}", "logit_bias")
     return {int(name): value for name, value in given.items()}
-
-
-def _schema(wanted: ResponseFormat) -> str | None:
-    if wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return '{"type":"object"}'
-    if wanted.type != "json_schema":
-        raise wrong(
-            f"response_format: its type is text, json_object or json_schema, not {wanted.type[:50]!r}",
-            "response_format",
-        )
-    schema = bytes(wanted.json_schema.schema) if wanted.json_schema else b""
-    if not schema.startswith(b"{"):
-        raise wrong("response_format: json_schema needs a schema, which is an object", "response_format")
-    try:
-        return schema.decode()
-    except UnicodeDecodeError as error:
-        raise wrong(f"response_format: the schema is no text: {error}", "response_format") from None

@@ -19,6 +19,10 @@ GIVEN = {"role", "content", "name", "tool_calls", "tool_call_id"}  # fields of m
 NOT_SHOWN = (
     "the model's chat template shows no {!r} of messages, and would ignore it: leave it out, or say it in the content"
 )
+NO_TOOLS = (
+    "the model's chat template shows no tools, and would ignore them: start the server with --chat-template FILE, or describe them in a message, and "
+    "ask for JSON by response_format"
+)
 REASONING = {"reasoning_content", "reasoning", "thinking"}  # names of one field: transformers gives it by each
 LONGEST_NAME = 256  # of a field
 PARSES = re.compile(r"arguments\b['\"\]]*\s*\|\s*(tojson|items)")
@@ -36,8 +40,8 @@ class Prompts:
     def __init__(self, tokenizer: Any, longest: int, vocabulary: int, most: int) -> None:
         self._tokenizer, self._longest, self._vocabulary, self._most = tokenizer, longest, vocabulary, most
         template = getattr(tokenizer, "chat_template", None) or ""
-        self._template = template if isinstance(template, str) else "\n".join(template.values())
-        self._parses = PARSES.search(self._template) is not None
+        self.template = template if isinstance(template, str) else "\n".join(template.values())
+        self._parses = PARSES.search(self.template) is not None
         self.most_characters = longest * max(map(len, tokenizer.get_vocab()), default=1)
 
     def several(self, given: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -67,10 +71,16 @@ class Prompts:
             raise refused(unfit) from None
         return tuple(prompt)
 
-    def of_chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[int, ...]:
-        """Return the tokens that the chat template makes of messages. Long ones take long."""
+    def of_chat(
+        self, messages: list[dict[str, Any]], options: dict[str, Any], tools: list[dict[str, Any]] | None = None
+    ) -> tuple[int, ...]:
+        """Return the tokens that the chat template makes of messages and tools. Long ones take long."""
         self._check_options(options)
+        if tools and not reads(self.template, "tools"):
+            raise wrong(NO_TOOLS, "tools")
         plain = [self._plain(message) for message in messages]
+        if tools:
+            options = {**options, "tools": tools}
         text = self._chat_text(plain, options)
         unnamed = [message if message["role"] == "tool" else without(message, "name") for message in plain]
         if unnamed != plain and self._chat_text(unnamed, options) == text:
@@ -96,7 +106,7 @@ class Prompts:
                 f"chat_template_kwargs may not have {min(own)!r}, which is the server's", "chat_template_kwargs"
             )
         for name in options:
-            if self._template and not reads(self._template, name) and (name, options[name]) != ("verbosity", "medium"):
+            if self.template and not reads(self.template, name) and (name, options[name]) != ("verbosity", "medium"):
                 raise wrong(
                     f"the model's chat template reads no {name[:100]!r}, and would ignore it: leave it out",
                     name if name in OF_TEMPLATE else "chat_template_kwargs",
@@ -108,7 +118,7 @@ class Prompts:
             raise wrong(f"each message has a role: {', '.join(ROLES)}, and not {str(role)[:100]!r}", "messages")
         told = {name: value for name, value in message.items() if value is not None and value != []}
         for name in told.keys() - GIVEN:
-            if not any(reads(self._template, each) for each in (REASONING if name in REASONING else (name,))):
+            if not any(reads(self.template, each) for each in (REASONING if name in REASONING else (name,))):
                 raise wrong(NOT_SHOWN.format(name[:100]), "messages")
         if self._parses and isinstance(calls := told.get("tool_calls"), list):
             told["tool_calls"] = [_parsed(call) for call in calls]

@@ -2,8 +2,9 @@
 
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from symbiosis.server.generation import Delta, Generation
 from symbiosis.server.openai_protocol import Continuation
 from symbiosis.server.request_record import this_request
+from symbiosis.server.tool_parsers import CallPart, ToolParser
 from symbiosis.serving.engine.detokenize import bytes_of, special_tokens, text_of
 from symbiosis.serving.request import Token
 
@@ -64,17 +66,66 @@ class ChatWords(Words):
         "logprobs": None,
         "finish_reason": None,
     }
+    _new_parser: Callable[[], ToolParser] | None = field(default=None, init=False)
+    _parsers: dict[int, ToolParser] = field(default_factory=dict, init=False)  # by choice
+    _is_chosen: bool = field(default=False, init=False)  # whether the client has said which tool is called
+
+    def read_calls(self, new_parser: Callable[[], ToolParser], is_chosen: bool) -> None:
+        """Read calls of tools out of all texts."""
+        self._new_parser, self._is_chosen = new_parser, is_chosen
+
+    def go_on(self, told: dict[int, str]) -> None:
+        """Go on where another server has stopped, which has told these texts."""
+        if self._new_parser is not None:
+            for index, text in told.items():
+                self._parser(index).add(text)
 
     def choice(self, delta: Delta) -> Fields:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        text, calls = self._read(delta)
+        message: Fields = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": joined_calls(calls)}
         return {"index": delta.choice, "message": message, **self._ending(delta)}
 
     def part(self, delta: Delta) -> Fields:
-        return {"index": delta.choice, "delta": {"content": delta.text} if delta.text else {}, **self._ending(delta)}
+        text, calls = self._read(delta)
+        gained: Fields = {"content": text} if text else {}
+        if calls:
+            gained["tool_calls"] = calls
+        return {"index": delta.choice, "delta": gained, **self._ending(delta)}
+
+    def _parser(self, index: int) -> ToolParser:
+        assert self._new_parser is not None
+        if index not in self._parsers:
+            self._parsers[index] = self._new_parser()
+        return self._parsers[index]
+
+    def _read(self, delta: Delta) -> tuple[str, list[Fields]]:
+        """Return what a text has gained: content, and parts of calls, as a stream tells them."""
+        if self._new_parser is None:
+            return delta.text, []
+        parser = self._parser(delta.choice)
+        text, parts = parser.add(delta.text)
+        if delta.finish is not None:
+            rest, more = parser.end()
+            text, parts = text + rest, parts + more
+        return text, [self._call(delta.choice, part) for part in parts]
+
+    def _call(self, choice: int, part: CallPart) -> Fields:
+        if not part.name:
+            return {"index": part.call, "function": {"arguments": part.arguments}}
+        answer = this_request().id if self.before is None else self.before.id
+        id = call_id(f"{answer} {choice} {part.call}")
+        function = {"name": part.name, "arguments": part.arguments}
+        return {"index": part.call, "id": id, "type": "function", "function": function}
 
     def _ending(self, delta: Delta) -> Fields:
         shown = {"content": [self._shown(token) for token in delta.tokens]} if self.logprobs else None
-        return {"logprobs": shown, "finish_reason": delta.finish}
+        has_called = delta.choice in self._parsers and self._parsers[delta.choice].calls > 0 and not self._is_chosen
+        return {
+            "logprobs": shown,
+            "finish_reason": "tool_calls" if has_called and delta.finish == "stop" else delta.finish,
+        }
 
     def _shown(self, token: Token) -> Fields:
         top = [self._one(id, logprob) for id, logprob in token.top]
@@ -83,6 +134,32 @@ class ChatWords(Words):
     def _one(self, id: int, logprob: float | None) -> Fields:
         told = list(bytes_of(self.tokenizer, id))
         return {"token": text_of(self.tokenizer, id), "logprob": finite(logprob), "bytes": told}
+
+
+def call_id(of: str) -> str:
+    """Return the id of a call: the same for the same one, and in the form that templates of Mistral ask for.
+
+    >>> len(call_id("chatcmpl-1 0 0"))
+    9
+    """
+    return blake2b(of.encode(), digest_size=8).hexdigest()[:9]
+
+
+def joined_calls(parts: Iterable[Fields]) -> list[Fields]:
+    """Return whole calls, of the parts that a stream tells.
+
+    >>> joined_calls([{"index": 0, "id": "a", "function": {"name": "f", "arguments": "{"}}, {"index": 0, "function": {"arguments": "}"}}])
+    [{'id': 'a', 'function': {'name': 'f', 'arguments': '{}'}}]
+    """
+    calls: dict[int, Fields] = {}
+    for part in parts:
+        index = part["index"]
+        if index not in calls:
+            told = {name: value for name, value in part.items() if name != "index"}
+            calls[index] = {**told, "function": dict(part["function"])}
+        else:
+            calls[index]["function"]["arguments"] += part["function"]["arguments"]
+    return list(calls.values())
 
 
 class Places:

@@ -26,6 +26,7 @@ from symbiosis.server.request_record import this_request
 from symbiosis.server.tinker.checkpoint_store import PRIVATE, RUN
 from symbiosis.server.tinker.tinker_messages import GetTotals, Resolve
 from symbiosis.server.tinker.training_figures import TenantTraining
+from symbiosis.server.tools import format_of
 from symbiosis.server.tracing import Tracing
 from symbiosis.serving.engine.detokenize import Stop, Text
 from symbiosis.serving.engine.engine_stats import EngineStats
@@ -48,6 +49,7 @@ class ServingState(ApiState):
         super().__init__(options.api_keys, options.host, options.allowed_hosts, tracing)
         self.remote, self.tokenizer, self.options = remote, tokenizer, options
         self.prompts = Prompts(tokenizer, remote.welcome.longest, remote.welcome.vocabulary, options.max_requests)
+        self.tool_format = options.tool_parser or format_of(self.prompts.template)
         self.uploads = Path(options.uploads or user_folder(Use.TEMPORARY, make=True))  # for adapters that are sent
         self.started = int(time.time())
         self._prepared = self._prompts = (
@@ -177,8 +179,14 @@ class ServingState(ApiState):
         may_be_shorter: bool,
         prompt_logprobs: bool = False,
         adapter: str | None = None,
+        special: bool = False,
     ) -> Generation:
-        """Return a generation that has not begun. To go on with a long one takes long. `adapter`: by the engine's name, if that is another."""
+        """Return a generation that has not begun. To go on with a long one takes long.
+
+        Args:
+            adapter: By the engine's name, if that is another.
+            special: Whether special tokens are part of the text, whatever the body says.
+        """
         before, record, model = body.continuation, this_request(), body.model
         if not model or len(model) > 256:
             raise unknown_model(model, [self.options.model])
@@ -206,7 +214,10 @@ class ServingState(ApiState):
         names = AS_CHAT if isinstance(body, ChatBody) else AS_ASKED
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             names = {**names, "max_tokens": "max_completion_tokens"}
-        special, keeps = body.skip_special_tokens is False, bool(body.include_stop_str_in_output)
+        guide, tools = sampling.guide, isinstance(body, ChatBody) and body.tool_use is not None
+        if guide is not None:
+            names = {**names, guide.kind: body.follows[0] if body.follows and not tools else "tools"}
+        special, keeps = special or body.skip_special_tokens is False, bool(body.include_stop_str_in_output)
         silent = () if keeps else sampling.ending(self.remote.welcome.ends)
         text = partial(Text, self.tokenizer, stops, sampling.min_tokens, special, keeps, silent)
         return Generation(self.remote, requests, text, names)

@@ -23,6 +23,13 @@ class Count(NamedTuple):
     most: int
 
 
+class Guide(NamedTuple):
+    """What a text must follow."""
+
+    kind: str  # a field of `Sampling`
+    text: str
+
+
 class Finish(StrEnum):
     """Why a completion ended."""
 
@@ -57,7 +64,22 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     presence_penalty: Annotated[float, Limit(-2, 2)] = 0.0
     frequency_penalty: Annotated[float, Limit(-2, 2)] = 0.0
     repetition_penalty: Annotated[float, Limit(0.01, 100)] = 1.0
-    schema: str | None = None  # JSON schema that the text must follow
+    # what the text must follow: one of them
+    schema: str | None = None  # JSON schema
+    regex: str | None = None
+    grammar: str | None = None  # Lark, or GBNF
+
+    @property
+    def guide(self) -> "Guide | None":
+        """What the text must follow.
+
+        >>> Sampling(regex="a+").guide
+        Guide(kind='regex', text='a+')
+        """
+        for kind in ("schema", "regex", "grammar"):
+            if (text := getattr(self, kind)) is not None:
+                return Guide(kind, text)
+        return None
 
     def ending(self, ends: Iterable[int]) -> frozenset[int]:
         """Return the tokens that end a completion of a model which has these `ends`.

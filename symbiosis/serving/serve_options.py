@@ -15,6 +15,7 @@ from symbiosis.errors import ConfigError
 
 PORT = 8000
 Policy = Literal["fcfs", "abort", "vtc"]  # which waiting request is first; see `symbiosis.serving.scheduler.policy`
+ToolFormat = Literal["hermes", "llama3_json", "mistral", "pythonic"]
 SHARE = 0.25  # of the memory that is free, where nothing is said
 UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?([KMGT]iB)?", re.IGNORECASE)
@@ -60,6 +61,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_keys: Annotated[str | None, Doc(
         "Lines of `NAME KEY [admin] [requests=N] [tokens_per_s=N] [old_key=KEY old_key_expires=DATE]`; read again when it changes."), "FILE"] = None
     chat_template: Annotated[str | None, Doc("Jinja template that makes a prompt of a chat. Default: the tokenizer's."), "FILE"] = None
+    tool_parser: Annotated[ToolFormat | None, Doc(
+        "In which format the model calls tools: hermes (Qwen, too), llama3_json, mistral or pythonic. Default: what the chat template tells.")] = None
     max_batch: Annotated[int, Doc("Maximum sequences in one step. Default: 64.")] = 64
     max_tenant_batch: Annotated[int | None, Doc(
         "Maximum sequences of one API key in one step, while others wait. Default: half of --max-batch.")] = None

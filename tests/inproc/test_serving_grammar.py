@@ -19,7 +19,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.serving import Engine
 from symbiosis.serving.engine.limits import Unfit
 from symbiosis.serving.engine.reader import GenerationFailed
-from symbiosis.serving.request import Output, Request, Sampling
+from symbiosis.serving.request import Guide, Output, Request, Sampling
 from symbiosis.serving.sampling import grammar, guided_decoding
 from symbiosis.serving.sampling.grammar import Grammar, Grammars
 from symbiosis.serving.sampling.schema_cost import check_schema
@@ -151,7 +151,7 @@ def test_a_schema_is_prepared_once_for_all_completions(monkeypatch: pytest.Monke
             output = outputs.get(timeout=60)
             texts.setdefault((output.request, output.completion), []).extend(token.id for token in output.tokens)
             left -= output.finish is not None
-    assert prepared == [sampling.schema]
+    assert prepared == [sampling.guide]
     said = [json.loads(bytes(token for token in text if token < 256)) for text in texts.values()]
     assert len(said) == 32 and all(list(each) == ["name", "ok", "kind", "many"] for each in said)
 
@@ -167,8 +167,8 @@ def test_what_takes_long_is_found_once_for_texts_that_are_alike(monkeypatch: pyt
     monkeypatch.setattr(grammar, "SLOW_S", 0.0)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     choice = json.dumps({"anyOf": [{"type": "object", "properties": {f"a{n}": {"const": n}}} for n in range(100)]})
-    texts = Grammars(tokenizer, len(tokenizer), frozenset()).begin(choice, 3)
-    alone = Grammars(tokenizer, len(tokenizer), frozenset()).begin(choice)[0]
+    texts = Grammars(tokenizer, len(tokenizer), frozenset()).begin(Guide("schema", choice), 3)
+    alone = Grammars(tokenizer, len(tokenizer), frozenset()).begin(Guide("schema", choice))[0]
     first, second, _ = texts
     (token,) = tokenizer.encode("{")
     expected = [alone.allowed(), (alone.take(token), alone.allowed())[1]]
@@ -315,16 +315,16 @@ def test_keys_share_no_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     prepared: list[str] = []
-    monkeypatch.setattr(grammar, "check_schema", prepared.append)
+    monkeypatch.setattr(grammar, "check_guide", prepared.append)
     grammars, schema = Grammars(tokenizer, len(tokenizer), frozenset()), json.dumps({"enum": ["a", "b"]})
     for tenant in ("anna", "anna", "bob", ""):
-        grammars.begin(schema, tenant=tenant)
+        grammars.begin(Guide("schema", schema), tenant=tenant)
     assert len(prepared) == 3
 
 
 def test_no_schema_is_prepared_for_a_request_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[str] = []
-    monkeypatch.setattr(grammar, "check_schema", prepared.append)
+    monkeypatch.setattr(grammar, "check_guide", prepared.append)
     with engine() as one:
         monkeypatch.setattr(one._loop, "_most", 0)
         with pytest.raises(ConfigError, match="has 0 requests already"):

@@ -362,7 +362,7 @@ def test_a_role_that_there_is_not_is_refused(api: Api) -> None:
         ({"max_tokens": 10**6}, 400, "shorten the prompt"),
         ({"temperature": -1}, 400, "temperature"),
         ({"extra_body": {"speed": 1}}, 400, "speed"),
-        ({"extra_body": {"guided_json": {}}}, 400, "response_format"),
+        ({"extra_body": {"guided_whitespace_pattern": "x"}}, 400, "guided_whitespace_pattern"),
         ({"prompt": "x" * (1 << 21)}, 413, "larger"),
     ],
 )

@@ -9,20 +9,20 @@ import openai.types.chat as chats
 import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
-from openai.types.shared_params import response_format_json_schema
+from openai.types.shared_params import function_definition, response_format_json_schema
 
 from symbiosis.server.api_errors import ApiError
+from symbiosis.server.guides import JsonSchema, ResponseFormat
 from symbiosis.server.openai_fields import DEFAULTS, HARMLESS, OF_TEMPLATE
 from symbiosis.server.openai_protocol import (
     Body,
     ChatBody,
     CompletionBody,
-    JsonSchema,
-    ResponseFormat,
     StreamOptions,
     read,
 )
 from symbiosis.server.prompts import GIVEN, Prompts
+from symbiosis.server.tools import Function, Tool
 from symbiosis.serving.request import Sampling
 from tests.unit.test_serving_detokenize import bytes_tokenizer
 
@@ -38,8 +38,10 @@ HONOURED = {
     },
     ChatBody: {
         "model", "messages", "frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "n", "presence_penalty",
-        "response_format", "seed", "stop", "stream", "stream_options", "temperature", "top_logprobs", "top_p",
+        "parallel_tool_calls", "response_format", "seed", "stop", "stream", "stream_options", "temperature", "tool_choice", "tools", "top_logprobs", "top_p",
     },
+    Tool: {"type", "function"},
+    Function: {"name", "description", "parameters", "strict"},
     StreamOptions: {"include_usage"},
     ResponseFormat: {"type", "json_schema"},
     JsonSchema: {"name", "description", "schema", "strict"},  # its name and description are for people; it always holds
@@ -47,6 +49,8 @@ HONOURED = {
 THEIRS: list[tuple[type, list[Any]]] = [
     (CompletionBody, [completions.CompletionCreateParamsNonStreaming, completions.CompletionCreateParamsStreaming]),
     (ChatBody, [chat.CompletionCreateParamsNonStreaming, chat.CompletionCreateParamsStreaming]),
+    (Tool, [chats.ChatCompletionFunctionToolParam]),
+    (Function, [function_definition.FunctionDefinition]),
     (StreamOptions, [chats.ChatCompletionStreamOptionsParam]),
     (ResponseFormat, [response_format_json_schema.ResponseFormatJSONSchema]),
     (JsonSchema, [response_format_json_schema.JSONSchema]),
@@ -57,7 +61,7 @@ OF_MESSAGES = {  # by openai's name for them: those that are refused, unless the
 # values of another meaning than a field's default
 OTHERS: dict[str, Any] = {
     "store": True, "service_tier": "flex", "prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h", "suffix": "x",
-    "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto", "functions": [{"name": "f"}],
+    "functions": [{"name": "f"}],
     "function_call": {"name": "f"}, "modalities": ["text", "audio"], "audio": {"format": "wav", "voice": "alloy"},
     "moderation": {"model": "x"}, "web_search_options": {},
 }  # fmt: skip
@@ -91,7 +95,7 @@ def test_only_a_default_is_taken_of_what_is_not_supported(kind: type[Body]) -> N
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}, 7, ["none"]])
 def test_nobody_chooses_a_tool_where_there_are_none(choice: Any) -> None:
-    with pytest.raises(ApiError, match="tool_choice is not supported"):
+    with pytest.raises(ApiError, match="tool_choice"):
         asked(ChatBody, tool_choice=choice)
     assert asked(ChatBody, tool_choice="none", parallel_tool_calls=False).n == 1
 
@@ -244,7 +248,7 @@ def test_many_are_refused_before_anything_is_made_of_them(monkeypatch: pytest.Mo
     for name, value in (
         ("logit_bias", many), ("stop", list(many)), ("stop_token_ids", [1] * 5000), ("metadata", many), ("chat_template_kwargs", many),
         ("messages", [{"role": "user", "content": "x"}] * 90_000), ("messages", [{"role": "user", "content": [many] * 40}]),
-        ("tools", [many]), ("tool_choice", many), ("prediction", [many]),
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"a": [many] * 40}}}]), ("tool_choice", many), ("prediction", [many]),
         ("metadata", {"a": "x" * 300_000}), ("stop", ["x" * 300_000]), ("chat_template_kwargs", {"a": "x" * 300_000}),
     ):  # fmt: skip
         made.clear()
@@ -263,3 +267,14 @@ def test_an_engine_counts_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(Unfit, match="logit_bias may have 1024, and has 240000"):
         monkeypatch.setattr(msgspec, "to_builtins", None)  # which would go over all of them
         check_sampling(Sampling(max_tokens=1, logit_bias=dict.fromkeys(range(240_000), 1.0)), 300_000)
+
+
+def test_tools_are_shown_by_the_template_or_refused() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    shows = "{% for tool in tools %}{{ tool.function.name }};{% endfor %}{{ messages[0]['content'] }}"
+    message = {"role": "user", "content": "x"}
+    made = prompts(shows)
+    assert made._tokenizer.decode(made.of_chat([message], {}, tools)) == "f;x"
+    with pytest.raises(ApiError, match="shows no tools") as error:
+        prompts(PLAIN).of_chat([message], {}, tools)
+    assert error.value.body["error"]["param"] == "tools"

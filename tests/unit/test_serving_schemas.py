@@ -10,7 +10,7 @@ from symbiosis.server.api_errors import ApiError
 from symbiosis.server.openai_fields import DEFAULTS, HARMLESS
 from symbiosis.server.openai_protocol import AS_ASKED, SAME, Body, ChatBody, CompletionBody, read, sampling_of
 from symbiosis.serving.engine.limits import LENGTHS, Unfit, check_sampling
-from symbiosis.serving.request import Sampling
+from symbiosis.serving.request import Guide, Sampling
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -28,12 +28,17 @@ def schema(itself: dict[str, Any]) -> dict[str, Any]:
 
 def param(error: ApiError | Unfit) -> str | None:
     """The field that is wrong, by its name in the request, whoever found it."""
-    return AS_ASKED.get(error.param, error.param) if isinstance(error, Unfit) else error.body["error"]["param"]
+    names = {**AS_ASKED, "schema": "response_format"}
+    return names.get(error.param, error.param) if isinstance(error, Unfit) else error.body["error"]["param"]
+
+
+def guide(body: Body) -> Guide | None:
+    return body.follows[1] if body.follows else None
 
 
 def checked(body: CompletionBody) -> Sampling:
     """What the engine makes of a body, which it checks."""
-    sampling = sampling_of(body, 16, body.logprobs)
+    sampling = sampling_of(body, 16, body.logprobs, guide(body))
     check_sampling(sampling, 100)
     return sampling
 
@@ -57,7 +62,7 @@ def test_an_empty_stop_string_stops_nothing(stop: str | list[str] | None) -> Non
 
 
 def test_every_parameter_of_the_engines_can_be_asked_for() -> None:
-    by_another_name = {"max_tokens", "stop_tokens", "schema", "logprobs", "logit_bias"}
+    by_another_name = {"max_tokens", "stop_tokens", "schema", "regex", "grammar", "logprobs", "logit_bias"}
     of_trainers = {"scaled_logprobs"}  # of this process: `symbiosis.rollout` asks for it
     assert set(Sampling.__struct_fields__) - by_another_name - of_trainers == set(SAME) - by_another_name
 
@@ -80,7 +85,7 @@ def test_every_field_reaches_the_engine() -> None:
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 def test_what_changes_nothing_is_taken(name: str) -> None:
-    given: Any = {"metadata": {"a": "b"}, "parallel_tool_calls": True, "prediction": {"type": "content"}}.get(name, "x")
+    given: Any = {"metadata": {"a": "b"}, "prediction": {"type": "content"}}.get(name, "x")
     found = getattr(chat(**{name: given}), name)
     assert (msgspec.json.decode(found) if isinstance(found, msgspec.Raw) else found) == given
 
@@ -176,8 +181,8 @@ def test_a_schemas_characters_are_counted_and_not_their_bytes() -> None:
         wanted = f'{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}'
         return f'{{"model":"m","prompt":"x","response_format":{wanted}}}'.encode()
 
-    told = sampling_of(read(CompletionBody, asked(LENGTHS["schema"])), 16, None).schema
-    assert told is not None and len(told) == LENGTHS["schema"] < len(told.encode())
+    told = guide(read(CompletionBody, asked(LENGTHS["schema"])))
+    assert told is not None and len(told.text) == LENGTHS["schema"] < len(told.text.encode())
     with pytest.raises(ApiError, match=f"may have 65536 characters, and has {LENGTHS['schema'] + 1}"):
         read(CompletionBody, asked(LENGTHS["schema"] + 1))
 
@@ -185,10 +190,46 @@ def test_a_schemas_characters_are_counted_and_not_their_bytes() -> None:
 def test_a_schema_is_handed_on() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     body = chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
-    told = sampling_of(body, 16, None).schema
+    told = sampling_of(body, 16, None, guide(body)).schema
     assert told is not None and json.loads(told) == schema
-    assert sampling_of(chat(response_format={"type": "text"}), 16, None).schema is None
-    assert sampling_of(chat(response_format={"type": "json_object"}), 16, None).schema == '{"type":"object"}'
+    assert guide(chat(response_format={"type": "text"})) is None
+    assert guide(chat(response_format={"type": "json_object"})) == Guide("schema", '{"type":"object"}')
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "guided"])
+def test_what_a_text_follows_is_asked_by_vllms_names_too(name: str) -> None:
+    def asked(kind: str, value: Any) -> Guide | None:
+        fields = {name: {kind: value}} if name == "structured_outputs" else {f"guided_{kind}": value}
+        return guide(completion(**fields))
+
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for given in (schema, json.dumps(schema)):
+        told = asked("json", given)
+        assert told is not None and told.kind == "schema" and json.loads(told.text) == schema
+    assert asked("regex", "a+") == Guide("regex", "a+")
+    assert asked("grammar", 'start: "a"') == Guide("grammar", 'start: "a"')
+    assert asked("choice", ['say "a"', "b"]) == Guide("grammar", 'start: "say \\"a\\"" | "b"')
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_choice": ["a"] * 70_000}, "guided_choice"),
+        ({"guided_json": 7}, "guided_json"),
+    ],
+)
+def test_what_a_text_cannot_follow_is_said_by_name(fields: dict[str, Any], name: str) -> None:
+    for kind in (completion, chat):
+        with pytest.raises(ApiError) as error:
+            kind(**fields)
+        assert error.value.status == 400 and param(error.value) == name
 
 
 def test_only_what_may_pass_is_asked_for_again() -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from symbiosis.server.response_format import joined_calls
+
 
 class _Part(msgspec.Struct):
     """What one choice has gained with an event."""
@@ -28,10 +30,12 @@ class _Choice:
     def __init__(self) -> None:
         self.texts = list[str]()
         self.finish: str | None = None
+        self.calls = list[dict[str, Any]]()  # parts of calls of tools
         self.logprobs: dict[str, list[bytes]] | None = None
 
     def add(self, part: _Part) -> None:
         self.texts.append(part.text or part.delta.get("content") or "")
+        self.calls += part.delta.get("tool_calls") or ()
         self.finish = part.finish_reason or self.finish
         if part.logprobs is not None:
             self.logprobs = {} if self.logprobs is None else self.logprobs
@@ -83,5 +87,8 @@ class JoinedAnswer:
     def _shown(self, index: int, choice: _Choice) -> dict[str, Any]:
         text, ending = "".join(choice.texts), {"logprobs": choice.shown(), "finish_reason": choice.finish}
         if self._is_chat:
-            return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None}, **ending}
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if choice.calls:
+                message |= {"content": text or None, "tool_calls": joined_calls(choice.calls)}
+            return {"index": index, "message": message, **ending}
         return {"index": index, "text": text, **ending}

@@ -17,6 +17,7 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder: str  # where its tokenizer is
     api_keys: str | None = None
     chat_template: str | None = None  # itself; None: the tokenizer's
+    tool_parser: str | None = None  # the format in which the model calls tools; None: what the template tells of it
     adapters: str | None = None  # the folder from which clients may load
     max_body_bytes: int = 16 << 20
     max_adapter_bytes: int = 1 << 30

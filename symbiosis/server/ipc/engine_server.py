@@ -141,10 +141,10 @@ class EngineServer:
     def _begin(self, request: Request) -> None:
         """Submit a request. What has to be read or prepared for it is done in another thread, because the next message does not wait."""
         self._open[request.id] = len(request.under_way)
-        schema, adapter = request.sampling.schema, request.adapter
+        guide, adapter = request.sampling.guide, request.adapter
         if adapter is not None and not self._engine.has_loaded(adapter):
             begun = self._loading.submit(request.tenant, lambda: self._submit(request))
-        elif schema is not None:
+        elif guide is not None:
             begun = self._lanes.submit(request.tenant, lambda: self._submit(request))
         elif adapter is not None:
             begun = self._pool.submit(self._submit, request)

@@ -162,7 +162,7 @@ class ServeProcesses:
             adapters=str(folder) if (folder := folder_of(options)) else None, max_body_bytes=options.max_body_bytes,
             max_adapter_bytes=options.max_adapter_bytes, max_requests=options.max_requests,
             host=options.host, allowed_hosts=options.allowed_hosts, uploads=str(self._uploads), engine=os.getpid(), chat_template=chat_template(options),
-            log_format=options.log_format, trains=options.train,
+            log_format=options.log_format, trains=options.train, tool_parser=options.tool_parser,
         )  # fmt: skip
         with theirs:
             words = http_words(self._listener, theirs, front)

@@ -269,7 +269,7 @@ class Loop:
         scores = any(segment.sequence.scores_prompt for segment in step.segments)
         logits = _scored(self._served, self.jobs, step) if scores else self._served.forward(step)
         sequences = [segment.sequence for segment in step.segments if segment.chooses]
-        is_guided = any(sequence.request.sampling.schema is not None for sequence in sequences)
+        is_guided = any(sequence.request.sampling.guide is not None for sequence in sequences)
         allowed, unknown = self._allowed(step, sequences) if is_guided else ({}, set())
         if unknown:
             step = step.without(unknown)
@@ -297,7 +297,7 @@ class Loop:
         """Tell of a token that was chosen, the last of so many, and end what ends with it. None: there was none to choose."""
         job, sampling, figures, finish = self.jobs[sequence.request.id], sequence.request.sampling, self.figures, None
         if token is None:
-            message = "the model's numbers are not finite, or nothing that the schema allows can come"
+            message = "the model's numbers are not finite, or nothing that the schema or grammar allows can come"
             self.end(job.request.id, Finish.ERROR, job.failure or message)
             return
         if not sequence.told_at and sequence.is_first:

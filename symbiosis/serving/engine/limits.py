@@ -21,11 +21,14 @@ BIAS = Limit(-100, 100)
 COUNTS = {name: each.most for name, each in OF_SAMPLING.items() if isinstance(each, Count)} | {
     "stop": 16,
     "messages": 16_384,  # and their parts
+    "tools": 128,
     "metadata": 16,
 }
 LENGTHS = {  # how many characters one may have
     "stop": 1024,
     "schema": 64 << 10,
+    "regex": 64 << 10,
+    "grammar": 64 << 10,
     "id": 256,  # of an answer that goes on
 }
 
@@ -79,8 +82,12 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     check_tokens("logit_bias", tuple(sampling.logit_bias), vocabulary)
     for value in sampling.logit_bias.values():
         check_number("logit_bias", value, BIAS)
-    if sampling.schema is not None:
-        check_length("schema", len(sampling.schema))
+    if (guide := sampling.guide) is not None:
+        check_length(guide.kind, len(guide.text))
+        if others := [
+            kind for kind in ("regex", "grammar") if kind != guide.kind and getattr(sampling, kind) is not None
+        ]:
+            raise Unfit(others[0], f"goes with no {guide.kind}: a text follows one of them")
 
 
 def check_count(name: str, count: int) -> None:

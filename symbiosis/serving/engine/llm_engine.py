@@ -30,7 +30,7 @@ from symbiosis.serving.lora.adapter_kinds import LoadedAdapter
 from symbiosis.serving.lora.publish import of_trainer
 from symbiosis.serving.lora.registry import AdapterRegistry, Looked
 from symbiosis.serving.lora.target_layers import TargetLayers
-from symbiosis.serving.request import Finish, Output, Request
+from symbiosis.serving.request import Finish, Guide, Output, Request
 from symbiosis.serving.runner.dense_runner import make_ready
 from symbiosis.serving.runner.model_runner import ModelRunner, bytes_of
 from symbiosis.serving.sampling.grammar import Grammar, Grammars
@@ -47,7 +47,7 @@ class Engine:
 
     Args:
         model: Of transformers, wrapped or not, which nobody else may use from now on; or the endpoint of an executor.
-        tokenizer: For prompts and answers that are text, and for text by a JSON schema; or where to load it from.
+        tokenizer: For prompts and answers that are text, and for text by a schema or grammar; or where to load it from.
         adapters: A folder whose subfolders are adapters, loaded when they are first asked for.
         memory: For keys, values and adapters: bytes, or, below 1, a share of what is free. Default: 0.25.
         max_batch: Sequences that run together.
@@ -159,7 +159,7 @@ class Engine:
         if request.sampling.seed is None:
             drawn = msgspec.structs.replace(request.sampling, seed=randbits(63))
             request = msgspec.structs.replace(request, sampling=drawn)
-        grammars = [] if request.sampling.schema is None else self._begun(request, request.sampling.schema)
+        grammars = [] if (guide := request.sampling.guide) is None else self._begun(request, guide)
         tokens = [0] * (adapter.virtual if adapter else 0) + list(request.prompt)
         now = time.monotonic()
         sequences = [
@@ -168,10 +168,10 @@ class Engine:
         ]
         self._loop.begin(RequestState(request, sequences, grammars, on_output))
 
-    def _begun(self, request: Request, schema: str) -> list[Grammar]:
+    def _begun(self, request: Request, guide: Guide) -> list[Grammar]:
         """Return the grammar of each completion, behind the tokens that were chosen already."""
         self._loop.check(request.id)  # before what costs something; `begin` does so again
-        grammars = self._grammars.begin(schema, request.completions, request.tenant)
+        grammars = self._grammars.begin(guide, request.completions, request.tenant)
         for number, grammar in enumerate(grammars):
             for token in request.chosen_of(number):
                 if token not in self._served.ends:  # the loop, too, passes these by

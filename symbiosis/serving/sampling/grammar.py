@@ -1,4 +1,5 @@
-"""Text that follows a JSON schema: which tokens may come next. It needs llguidance, which the extra `structured` installs."""
+"""Text that follows a JSON schema, a regular expression or a grammar: which tokens may come next. It needs llguidance, which the extra
+`structured` installs."""
 
 import threading
 import time
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from symbiosis.errors import ConfigError
 from symbiosis.serving.engine.limits import Unfit, check_length
-from symbiosis.serving.request import Request
-from symbiosis.serving.sampling.schema_cost import check_schema
+from symbiosis.serving.request import Guide, Request
+from symbiosis.serving.sampling.schema_cost import check_guide
 
 COMPACT = {"whitespace_flexible": False}  # otherwise a model may write spaces for ever
-KEPT = 16  # most schemas that are kept, the last ones that were asked for
+KINDS = {"schema": "JSON schema", "regex": "regular expression", "grammar": "grammar"}  # for messages
+KEPT = 16  # most guides that are kept, the last ones that were asked for
 SLOW_S = 0.0005  # a mask that took so long is kept for other texts that have the same tokens so far
 MOST_MASKS, LONGEST = 64, 32  # most masks of a schema that are kept, and most tokens before them
 LATE_S = 1.0  # how long all others' next tokens may wait for what may come next in one text
@@ -23,7 +25,7 @@ REST_S = 60.0  # how long a tenant whose text was late begins no other
 
 
 class NotFollowed(Exception):
-    """A text by a schema cannot go on. It says why."""
+    """A text by a schema or grammar cannot go on. It says why."""
 
 
 class Grammars:
@@ -39,49 +41,54 @@ class Grammars:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(ends)
         self._prepared: Any = None
         self._lock = threading.Lock()
-        # at the beginning of a text, by tenant and schema: what others ask for cannot be told by how long one's own takes
-        self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
-        self._late: dict[str, float] = {}  # when a text was late, by schema, and by tenant behind a blank
+        # at the beginning of a text, by tenant and guide: what others ask for cannot be told by how long one's own takes
+        self._kept: OrderedDict[tuple[str, Guide], Grammar] = OrderedDict()
+        self._late: dict[str, float] = {}  # when a text was late, by its guide's text, and by tenant behind a blank
 
     def was_late(self, request: Request) -> None:
         """Note that a text was late, in the engine's thread."""
-        for name in (request.sampling.schema or "", *([f" {request.tenant}"] if request.tenant else ())):
+        guide = request.sampling.guide
+        for name in (guide.text if guide else "", *([f" {request.tenant}"] if request.tenant else ())):
             self._late.pop(name, None)
             self._late[name] = time.monotonic()
         while len(self._late) > MOST_LATE:
             del self._late[next(iter(self._late))]
 
-    def begin(self, schema: str, texts: int = 1, tenant: str = "") -> "list[Grammar]":
-        """Begin so many texts. The schema is prepared once for all. Raises an error if it is wrong."""
-        check_length("schema", len(schema))
-        for name, of in ((schema, "this schema"), (f" {tenant}", "another schema of this key")):
+    def begin(self, guide: Guide, texts: int = 1, tenant: str = "") -> "list[Grammar]":
+        """Begin so many texts. The guide is prepared once for all. Raises an error if it is wrong."""
+        check_length(guide.kind, len(guide.text))
+        for name, of in ((guide.text, f"this {guide.kind}"), (f" {tenant}", f"another {guide.kind} of this key")):
             if time.monotonic() - self._late.get(name, -REST_S) < REST_S:
-                raise Unfit("schema", f"has to wait a minute: what may come next by {of} took longer than {LATE_S} s")
-        grammar = self._kept.get((tenant, schema)) or self._begun(schema)
+                raise Unfit(guide.kind, f"has to wait a minute: what may come next by {of} took longer than {LATE_S} s")
+        grammar = self._kept.get((tenant, guide)) or self._begun(guide)
         with self._lock:
-            self._kept[tenant, schema] = grammar
-            self._kept.move_to_end((tenant, schema))
+            self._kept[tenant, guide] = grammar
+            self._kept.move_to_end((tenant, guide))
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         return [grammar.copy() for _ in range(texts)]
 
-    def _begun(self, schema: str) -> "Grammar":
-        """Prepare a schema, and find what may come first, which takes long for a large choice. Nobody waits for this thread, and the copies
+    def _begun(self, guide: Guide) -> "Grammar":
+        """Prepare a guide, and find what may come first, which takes long for a large choice. Nobody waits for this thread, and the copies
         that are made later share what was found."""
-        check_schema(schema)
-        grammar = Grammar(self._matcher(schema), self._vocabulary, {})
+        _library()
+        check_guide(guide)
+        grammar = Grammar(self._matcher(guide), self._vocabulary, {}, KINDS[guide.kind])
         try:
             grammar.allowed()
         except NotFollowed as error:
-            raise ConfigError(str(error)) from None
+            raise Unfit(guide.kind, f"is wrong: {error}") from None
         return grammar
 
-    def _matcher(self, schema: str) -> Any:
+    def _matcher(self, guide: Guide) -> Any:
         library = _library()
         try:
-            grammar = library.LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT)
-        except ValueError as error:
-            raise ConfigError(f"the schema is not JSON: {error}") from None
+            if guide.kind == "schema":
+                grammar = library.LLMatcher.grammar_from_json_schema(guide.text, defaults=COMPACT)
+            else:
+                grammar = library.grammar_from(guide.kind, guide.text)
+        except (ValueError, RecursionError) as error:
+            raise Unfit(guide.kind, f"is wrong: {str(error)[:300]}") from None
         with self._lock:
             prepared = self._prepare()
         return library.LLMatcher(prepared, grammar)
@@ -90,13 +97,15 @@ class Grammars:
         """Convert the vocabulary for the library, which takes about a second for a large one."""
         if self._prepared is None:
             if self._tokenizer is None:
-                raise ConfigError("text by a JSON schema needs the model's tokenizer: give Engine(..., tokenizer=...)")
+                raise ConfigError(
+                    "text by a schema or grammar needs the model's tokenizer: give Engine(..., tokenizer=...)"
+                )
             from llguidance.hf import from_tokenizer
 
             try:
                 self._prepared = from_tokenizer(self._tokenizer, self._vocabulary, self._ends or None)
             except ValueError as error:
-                raise ConfigError(f"text by a JSON schema cannot be had with this tokenizer: {error}") from None
+                raise ConfigError(f"text by a schema or grammar cannot be had with this tokenizer: {error}") from None
         return self._prepared
 
 
@@ -104,18 +113,19 @@ class Grammar:
     """What may come next in one text.
 
     Args:
-        masks: The masks that took long, by the tokens before. All texts of a schema share them.
+        masks: The masks that took long, by the tokens before. All texts of a guide share them.
+        name: What the text follows, for messages.
     """
 
-    def __init__(self, matcher: Any, vocabulary: int, masks: dict[tuple[int, ...], bytes]) -> None:
-        self._matcher, self._vocabulary, self._masks = matcher, vocabulary, masks
+    def __init__(self, matcher: Any, vocabulary: int, masks: dict[tuple[int, ...], bytes], name: str) -> None:
+        self._matcher, self._vocabulary, self._masks, self._name = matcher, vocabulary, masks, name
         self._taken: tuple[int, ...] = ()
         self._next: Tensor | None = None  # which tokens may come next, once that is found
 
     def copy(self) -> "Grammar":
         """Return another one, for a text that has not begun, as this one's has not."""
         assert not self._taken
-        return Grammar(self._matcher.deep_copy(), self._vocabulary, self._masks)
+        return Grammar(self._matcher.deep_copy(), self._vocabulary, self._masks, self._name)
 
     def _mask(self) -> bytes:
         if (kept := self._masks.get(self._taken)) is not None:
@@ -149,7 +159,7 @@ class Grammar:
     def _check(self) -> None:
         if self._matcher.is_error():
             why = " ".join(self._matcher.get_error().split())[:300]
-            raise NotFollowed(f"the JSON schema cannot be followed: {why}")
+            raise NotFollowed(f"the {self._name} cannot be followed: {why}")
 
     @property
     def has_ended(self) -> bool:
@@ -162,6 +172,6 @@ def _library() -> Any:
         import llguidance
     except ImportError:
         raise ConfigError(
-            "text by a JSON schema needs llguidance: pip install 'symbiosis-llm[structured]' where the server runs"
+            "text by a schema or grammar needs llguidance: pip install 'symbiosis-llm[structured]' where the server runs"
         ) from None
     return llguidance

@@ -113,7 +113,7 @@ class GuidedDecoding:
         self._is_late(question.text.job)
 
     def _is_late(self, job: RequestState) -> None:
-        job.failure = f"what may come next by the JSON schema takes longer than {LATE_S} s to find: simplify it"
+        job.failure = f"what may come next in this text takes longer than {LATE_S} s to find: simplify it"
         self.on_late(job.request)
 
     def take(self, job: RequestState, completion: int, token: int) -> None:

@@ -91,7 +91,7 @@ def _scaled(logits: Tensor, samplings: list[Sampling]) -> Tensor:
 def depends_on_tokens(sampling: Sampling) -> bool:
     """Whether how a token is chosen depends on which ones were chosen before it, besides what the model makes of them."""
     penalties = sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
-    return bool(penalties) or sampling.schema is not None
+    return bool(penalties) or sampling.guide is not None
 
 
 def logprobs_of(logits: Tensor, ids: list[int], tops: list[int | None]) -> list[Token]:

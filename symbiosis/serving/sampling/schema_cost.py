@@ -1,15 +1,16 @@
-"""What a JSON schema costs to prepare. llguidance bounds all of it but numbers, which may stand for millions of states and are told from the
+"""What a JSON schema or a grammar costs to prepare. llguidance bounds all of it but numbers, which may stand for millions of states and are told from the
 text, and patterns that hold at once, whose states multiply: many of them are tried in a process of its own, which can be stopped."""
 
 import json
 import math
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from symbiosis.base.procs import python
 from symbiosis.serving.engine.limits import Unfit
+from symbiosis.serving.request import Guide
 
 MOST_REMAINDERS = (
     10_000  # that have to be told apart: of all different `multipleOf` together, which may have to hold at once
@@ -21,11 +22,40 @@ LONGEST_S, MOST_BYTES = 2.0, 1 << 30  # of the process in which more are tried
 TRY = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
-from llguidance import LLMatcher, LLTokenizer
-LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(sys.stdin.buffer.read().decode())).compute_bitmask()
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+grammar = grammar_from(sys.argv[2], sys.stdin.buffer.read().decode())
+matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+if not matcher.is_error():
+    matcher.compute_bitmask()
+if matcher.is_error():
+    sys.exit(" ".join(matcher.get_error().partition("<state>")[0].split())[:300])
 """
+FORMATS = {"schema": "json_schema"}  # what llguidance calls a kind of guide, if that is another word
+MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')  # in a schema within a grammar
 # what follows a bracket that is never closed is one piece: to look for its end at each bracket would take the square of the length
 PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\{(?P<least>\d{0,12})(?:,(?P<most>\d{0,12}))?\}|.", re.DOTALL)
+
+
+def check_guide(guide: Guide) -> None:
+    """Raise `Unfit` for a guide that would take seconds, or hundreds of megabytes, to prepare. Of what is no schema little can be told from its
+    text: it is tried.
+
+    >>> check_guide(Guide("regex", "(a{1000}){1000}"))
+    Traceback (most recent call last):
+    symbiosis.serving.engine.limits.Unfit: regex may repeat 50000 pieces
+    """
+    if guide.kind == "schema":
+        check_schema(guide.text)
+        return
+    if repeated(guide.text) > MOST_REPEATED:
+        raise Unfit(guide.kind, f"may repeat {MOST_REPEATED} pieces")
+    _check_remainders(guide.kind, map(float, MULTIPLE.findall(guide.text)))
+    _try(guide)
+
+
+def _check_remainders(kind: str, numbers: Iterable[float]) -> None:
+    if math.prod(set(map(_remainders, numbers))) > MOST_REMAINDERS:
+        raise Unfit(kind, f"may have multipleOf up to {MOST_REMAINDERS}, all that differ multiplied")
 
 
 def check_schema(schema: str) -> None:
@@ -35,25 +65,27 @@ def check_schema(schema: str) -> None:
     except (ValueError, RecursionError):
         return
     values = list(_values(told))
-    together = math.prod({_remainders(value) for name, value in values if name == "multipleOf"})
-    if together > MOST_REMAINDERS:
-        raise Unfit("schema", f"may have multipleOf up to {MOST_REMAINDERS}, all that differ multiplied")
+    _check_remainders("schema", (value for name, value in values if name == "multipleOf"))
     if sum(repeated(value) for name, value in values if name == "pattern") > MOST_REPEATED:
         raise Unfit("schema", f"may have patterns that repeat {MOST_REPEATED} pieces")
     expressions = {value for name, value in values if name in ("pattern", "format")}
     if len(expressions) > MOST_UNTRIED or sum(value for name, value in values if name == "choices") > MOST_CHOICES:
-        _try(schema)
+        _try(Guide("schema", schema))
 
 
-def _try(schema: str) -> None:
-    """Raise `Unfit` for a schema that takes too long to prepare. What else is wrong with it is found later."""
-    command = python("-c", TRY, str(MOST_BYTES))
+def _try(guide: Guide) -> None:
+    """Raise `Unfit` for a guide that takes too long to prepare, or that is wrong: what is wrong with a schema is found later. (A text has no special
+    tokens here, so none may be named.)"""
+    command = python("-c", TRY, str(MOST_BYTES), FORMATS.get(guide.kind, guide.kind))
     try:
-        ran = subprocess.run(command, input=schema.encode(), timeout=LONGEST_S, capture_output=True)
+        ran = subprocess.run(command, input=guide.text.encode(), timeout=LONGEST_S, capture_output=True)
     except subprocess.TimeoutExpired:
-        raise Unfit("schema", f"may have patterns and choices that take {LONGEST_S} s together") from None
+        raise Unfit(guide.kind, f"may have patterns and choices that take {LONGEST_S} s together") from None
     if ran.returncode < 0 or b"MemoryError" in ran.stderr:
-        raise Unfit("schema", f"may have patterns and choices that take {MOST_BYTES >> 20} MiB together")
+        raise Unfit(guide.kind, f"may have patterns and choices that take {MOST_BYTES >> 20} MiB together")
+    if ran.returncode and guide.kind != "schema":
+        lines = ran.stderr.decode(errors="replace").strip().splitlines()
+        raise Unfit(guide.kind, f"is wrong: {lines[-1][:300] if lines else 'it cannot be read'}")
 
 
 def _values(told: Any) -> Iterator[tuple[str, Any]]:
