@@ -59,7 +59,7 @@ class LongReply:
         yield self._head
         for number, delta in enumerate(whole):
             yield b"," * (number > 0) + msgspec.json.encode(self._words.choice(delta))
-        yield b'],"usage":%b}' % msgspec.json.encode(usage(self._generation))
+        yield b'],"usage":%b%b}' % (msgspec.json.encode(usage(self._generation)), self._words.of_whole)
 
     async def _stream(self, writer: SseWriter) -> None:
         """Answer with an event for whatever a choice has gained since its last one. An error before the first event is an answer of its own; a
@@ -97,7 +97,7 @@ class LongReply:
         if (opening := self._words.opening) is not None:
             told = self._body.continuation.opened if self._body.continuation else 0
             choices = range(told, self._generation.choices)
-            await writer.take(self._event({"index": index, **opening}, 0) for index in choices)
+            await writer.take(self._event({"index": index, **opening}, 0, self._words.of_whole) for index in choices)
 
     def _told(self, delta: Delta) -> bytes:
         """Return the event of what a choice has gained."""
@@ -106,12 +106,12 @@ class LongReply:
             self._generation.let_go(delta)
         return told if self._body.continuation is None else told_tokens(delta) + told
 
-    def _event(self, choice: Fields, so_far: int) -> bytes:
+    def _event(self, choice: Fields, so_far: int, more: bytes = b"") -> bytes:
         """Return the event of a choice that has so many tokens with it. If the usage is asked for, each event has that field."""
-        after = b'],"usage":null}' if self._wants_usage else b"]}"
+        after = b'],"usage":null%b}' % more if self._wants_usage else b"]%b}" % more
         if self._tells_usage:
             told = counted(self._generation.prompts_of[choice["index"]], so_far)
-            after = b'],"usage":%b}' % msgspec.json.encode(told)
+            after = b'],"usage":%b%b}' % (msgspec.json.encode(told), more)
         return b"data: %b%b%b\n\n" % (self._head, msgspec.json.encode(choice), after)
 
 

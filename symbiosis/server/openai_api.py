@@ -20,11 +20,13 @@ from symbiosis.server.api_keys import Admission
 from symbiosis.server.generation import Generation
 from symbiosis.server.ipc.engine_ipc import AdapterInfo
 from symbiosis.server.long_reply import LongReply
+from symbiosis.server.prompts import content_of
 from symbiosis.server.response_format import ChatWords, CompletionWords, Words
 from symbiosis.server.serving_state import ServingState
 from symbiosis.server.tinker.checkpoint_store import PRIVATE
 from symbiosis.server.tinker.tinker_messages import GetFigures
 from symbiosis.server.tinker.training_figures import RunFigures
+from symbiosis.server.token_routes import detokenize, tokenize
 from symbiosis.server.tool_parsers import PARSERS
 from symbiosis.server.tools import ToolUse, call_format, check_use, grammar_of
 from symbiosis.serving.lora.adapter import IS_THE_BASE
@@ -52,6 +54,8 @@ def make_app(front: ServingState) -> ASGIApp:
     table = [
         ("POST", "/v1/completions", completions),
         ("POST", "/v1/chat/completions", chat),
+        ("POST", "/tokenize", tokenize),
+        ("POST", "/detokenize", detokenize),
         ("GET", "/v1/models", models),
         ("GET", "/v1/models/{name:path}", model),
         ("POST", "/v1/load_lora_adapter", load_adapter),
@@ -59,6 +63,9 @@ def make_app(front: ServingState) -> ASGIApp:
         ("PUT", "/v1/adapters/{name:path}", put_adapter),
         ("DELETE", "/v1/adapters/{name:path}", delete_adapter),
         ("GET", "/health", health),
+        ("GET", "/ping", health),
+        ("POST", "/ping", health),
+        ("GET", "/load", load),
         ("GET", "/version", api_app.version),
         ("GET", "/metrics", told_metrics),
         ("GET", "/figures", figures),
@@ -98,7 +105,7 @@ def _completion(
     prompts = [front.prompts.tokens(each) for each in given]
     most = front.tokens_for(prompts, body.max_tokens, 16, "max_tokens")
     guide = body.follows[1] if body.follows else None
-    sampling = openai_protocol.sampling_of(body, most, body.logprobs, guide)
+    sampling = openai_protocol.sampling_of(body, most, body.logprobs, guide, front.prompts.sequences(body.bad_words))
     # without a token to make, only the prompt is computed
     scored = bool(body.echo) and (body.logprobs is not None or most == 0)
     generation = front.generation(admission, body, prompts, sampling, body.max_tokens is None, scored, adapter)
@@ -109,6 +116,7 @@ def _completion(
     skips = body.skip_special_tokens is not False
     before, has_logprobs = body.continuation, body.logprobs is not None
     words = CompletionWords(body.model, front.tokenizer, has_logprobs, echoes, prompts, body.n, skips, before=before)
+    words.tells_tokens = bool(body.return_token_ids)
     if before is not None and before.tokens:
         words.go_on(before)
     return words, generation
@@ -130,12 +138,24 @@ def _chat(
     front: ServingState, admission: Admission, body: openai_protocol.ChatBody, adapter: str
 ) -> tuple[Words, Generation]:
     use = body.tool_use
-    prompts = [front.prompts.of_chat(body.messages, body.template_options, use.shown if use else None)]
+    prompts = [
+        front.prompts.of_chat(
+            body.messages,
+            body.template_options,
+            use.shown if use else None,
+            body.add_generation_prompt is not False,
+            bool(body.continue_final_message),
+        )
+    ]
     guide = _chat_guide(front, body, use)
     most = front.tokens_for(prompts, body.wanted, None, "max_completion_tokens")
     tops = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = openai_protocol.sampling_of(body, most, tops, guide)
-    words = ChatWords(body.model, front.tokenizer, bool(body.logprobs), before=body.continuation)
+    sampling = openai_protocol.sampling_of(body, most, tops, guide, front.prompts.sequences(body.bad_words))
+    echo = content_of(body.messages[-1]) if body.echo else ""
+    words = ChatWords(body.model, front.tokenizer, bool(body.logprobs), echo, before=body.continuation)
+    words.tells_tokens = bool(body.return_token_ids)
+    if words.tells_tokens:
+        words.of_whole = b',"prompt_token_ids":%b' % msgspec.json.encode(prompts[0])
     if use is not None:
         parser = PARSERS[call_format(use, front.tool_format)]
         words.read_calls(partial(parser, use.most), is_chosen=use.name is not None)
@@ -254,6 +274,12 @@ async def health(front: ServingState, request: Request) -> ASGIApp:
     if remote.tokens:
         told |= {"room": remote.room, "tokens": remote.tokens, "longest": remote.welcome.longest}
     return json_response(told, 200 if state == "serving" else 503)
+
+
+async def load(front: ServingState, request: Request) -> ASGIApp:
+    """Answer as vLLM does how many requests are under way."""
+    front.tenant(request)
+    return json_response({"server_load": len(front.remote.requests)})
 
 
 async def told_metrics(front: ServingState, request: Request) -> ASGIApp:

@@ -16,7 +16,6 @@ from symbiosis.server.tools import Choice, Tool, ToolUse, tool_use
 from symbiosis.serving.engine.limits import COUNTS, LIMITS, Unfit, check_count, check_length
 from symbiosis.serving.request import MANY, Guide, Sampling
 
-BodyType = TypeVar("BodyType", bound="Body")
 Kind = TypeVar("Kind")
 MOST_PROMPTS = 1 << 16  # of a request, and completions that go on
 NO_OBJECT = re.compile("Expected `object.*`, got `[a-z]+`")  # without a field: it is the whole body
@@ -82,6 +81,9 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     n: Completions = 1
     stop: str | list[str] | None = None
     stop_token_ids: list[Whole] | None = None
+    allowed_token_ids: list[Whole] | None = None
+    bad_words: list[str] | None = None
+    return_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -138,6 +140,9 @@ class ChatBody(Body, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None  # of a final message that is continued
     # OF_TEMPLATE
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -177,6 +182,9 @@ LITTLE = 1024  # bytes of a field of which anything may be made
 SHORT = 1 << 18  # bytes of fields that hold few short texts, however these are written
 MOST = {  # what fields hold at most: it is counted before anything is made of them
     "stop": Most(COUNTS["stop"], 1, COUNTS["stop"], SHORT),
+    "allowed_token_ids": Most(COUNTS["allowed_tokens"], 1, COUNTS["allowed_tokens"], SHORT),
+    "bad_words": Most(COUNTS["bad_words"], 1, COUNTS["bad_words"], SHORT),
+    "tokens": Most(1, 1, MOST_VALUES),
     "stop_token_ids": Most(COUNTS["stop_tokens"], 1, COUNTS["stop_tokens"], SHORT),
     "logit_bias": Most(COUNTS["logit_bias"], 1, COUNTS["logit_bias"], SHORT),
     "metadata": Most(2 * COUNTS["metadata"], 1, COUNTS["metadata"], SHORT),
@@ -191,7 +199,7 @@ MOST = {  # what fields hold at most: it is counted before anything is made of t
 }
 
 
-def read(kind: type[BodyType], data: bytes) -> BodyType:
+def read(kind: type[Kind], data: bytes) -> Kind:
     """Read a body of this kind, in which null is as if it were not there. Raises an `ApiError` that says what is wrong with it."""
     as_written, large = _as_written(kind)
     told = msgspec.structs.asdict(decoded(as_written, data))
@@ -203,12 +211,13 @@ def read(kind: type[BodyType], data: bytes) -> BodyType:
             raise wrong(f"{name} holds too much: at most {MOST[name]}", name)
         fields[name] = decoded(its_kind, given, name)
     body = kind(**fields)
-    check(body)
+    if isinstance(body, Body):
+        check(body)
     return body
 
 
 @cache
-def _as_written(kind: type[Body]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
+def _as_written(kind: Any) -> tuple[type[msgspec.Struct], dict[str, Any]]:
     """Return a kind of body whose large fields are as they are written: nothing is made of them. And those fields' kinds, by name."""
     there = msgspec.structs.fields(kind)
     large = {each.name: each.type for each in there if each.name in MOST}
@@ -254,6 +263,8 @@ def _named(text: str, field: str) -> ApiError:
 
 AS_ASKED = {
     "stop_tokens": "stop_token_ids",
+    "allowed_tokens": "allowed_token_ids",
+    "bad_sequences": "bad_words",
     "chosen": "continuation",
     "ended": "continuation",
     "id": "continuation",
@@ -312,6 +323,14 @@ def _check_counts(body: Body) -> None:
             check_count(name, len(given))
     if body.stop_token_ids:
         check_count("stop_tokens", len(body.stop_token_ids))
+    if body.allowed_token_ids is not None:
+        check_count("allowed_tokens", len(body.allowed_token_ids))
+        if not body.allowed_token_ids:
+            raise Unfit("allowed_tokens", "is empty, and no token could come: leave it out to allow all")
+    if body.bad_words:
+        check_count("bad_words", len(body.bad_words))
+        for word in body.bad_words:
+            check_length("bad_words", len(word))
     if body.continuation is not None:
         check_length("id", len(body.continuation.id))
     if isinstance(body, ChatBody):
@@ -335,28 +354,46 @@ def _check_chat(body: ChatBody) -> None:
     for name in OF_TEMPLATE:
         if getattr(body, name) is not None and name in (body.chat_template_kwargs or {}):
             raise wrong(f"{name} is in chat_template_kwargs, too: give it once", name)
+    _check_final_message(body)
     if not body.messages:
         raise wrong("messages is empty", "messages")
     _ = body.tool_use  # is checked
 
 
+def _check_final_message(body: ChatBody) -> None:
+    if body.continue_final_message and body.add_generation_prompt is not False:
+        raise wrong("continue_final_message goes with add_generation_prompt=false", "continue_final_message")
+    if body.echo and not body.continue_final_message:
+        raise wrong("echo goes with continue_final_message: the answer begins with what it continues", "echo")
+
+
+Sequences = tuple[tuple[int, ...], ...]
 SAME = tuple(
     name for name in Sampling.__struct_fields__ if name in Body.__struct_fields__
 )  # by one name here and in the engine
 
 
-def sampling_of(body: Body, max_tokens: int, logprobs: int | None, guide: Guide | None = None) -> Sampling:
-    """Return how the engine is to choose tokens. It checks what is asked for. `guide`: what the text must follow."""
+def sampling_of(
+    body: Body, max_tokens: int, logprobs: int | None, guide: Guide | None = None, bad: Sequences = ()
+) -> Sampling:
+    """Return how the engine is to choose tokens. It checks what is asked for.
+
+    Args:
+        guide: What the text must follow.
+        bad: Tokens of the words that it does not have.
+    """
     told = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if told.get("top_k") == -1:
         told["top_k"] = 0
     if body.logit_bias:
         told["logit_bias"] = _bias(body.logit_bias)
+    if body.allowed_token_ids:
+        told["allowed_tokens"] = tuple(dict.fromkeys(body.allowed_token_ids))
     if body.stop_token_ids:
         told["stop_tokens"] = tuple(dict.fromkeys(body.stop_token_ids))
     told.setdefault("seed", secrets.randbits(63))
     guided = {} if guide is None else {guide.kind: guide.text}
-    return Sampling(**{**told, **guided, "max_tokens": max_tokens, "logprobs": logprobs})
+    return Sampling(**{**told, **guided, "bad_sequences": bad, "max_tokens": max_tokens, "logprobs": logprobs})
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:

@@ -71,16 +71,36 @@ class Prompts:
             raise refused(unfit) from None
         return tuple(prompt)
 
+    def sequences(self, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of words: as they stand at the beginning of a text, and behind a blank."""
+        texts = [text for word in words or () if word.strip() for text in (word, " " + word.lstrip())]
+        found = [tuple(self._tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+        return tuple(dict.fromkeys(each for each in found if each))
+
     def of_chat(
-        self, messages: list[dict[str, Any]], options: dict[str, Any], tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        options: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        generates: bool = True,
+        continues: bool = False,
     ) -> tuple[int, ...]:
-        """Return the tokens that the chat template makes of messages and tools. Long ones take long."""
+        """Return the tokens that the chat template makes of messages and tools. Long ones take long.
+
+        Args:
+            generates: Whether they end with what opens an answer.
+            continues: Whether the last message is left open, to be gone on with.
+        """
         self._check_options(options)
         if tools and not reads(self.template, "tools"):
             raise wrong(NO_TOOLS, "tools")
         plain = [self._plain(message) for message in messages]
         if tools:
             options = {**options, "tools": tools}
+        if not generates:
+            options = {**options, "add_generation_prompt": False}
+        if continues:
+            options = {**options, "continue_final_message": True}
         text = self._chat_text(plain, options)
         unnamed = [message if message["role"] == "tool" else without(message, "name") for message in plain]
         if unnamed != plain and self._chat_text(unnamed, options) == text:
@@ -149,6 +169,11 @@ def reads(template: str, name: str) -> bool:
 
 def without(message: dict[str, Any], name: str) -> dict[str, Any]:
     return {each: value for each, value in message.items() if each != name}
+
+
+def content_of(message: dict[str, Any]) -> str:
+    """Return the text of a message, empty if it has none."""
+    return "" if message.get("content") is None else _text_of(message["content"])
 
 
 def _text_of(content: Any) -> str:

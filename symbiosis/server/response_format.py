@@ -5,7 +5,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -29,7 +29,8 @@ class Words:
     """
 
     kind, chunk_kind, prefix = "", "", ""
-    opening: ClassVar[Fields | None] = None  # with which each choice of a stream begins
+    tells_tokens = False  # by number, beside their text
+    of_whole = b""  # fields of the whole answer, and of the events with which a stream begins
 
     model: str
     tokenizer: Any
@@ -48,6 +49,11 @@ class Words:
         told = {"object": kind, "id": id, "created": created, "model": self.model}
         return msgspec.json.encode(told)[:-1] + b',"choices":['
 
+    @property
+    def opening(self) -> Fields | None:
+        """With what each choice of a stream begins."""
+        return None
+
     def choice(self, delta: Delta) -> Fields:
         raise NotImplementedError
 
@@ -61,14 +67,15 @@ class ChatWords(Words):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    opening: ClassVar[Fields | None] = {
-        "delta": {"role": "assistant", "content": ""},
-        "logprobs": None,
-        "finish_reason": None,
-    }
+    echo: str = ""  # what the answer continues
     _new_parser: Callable[[], ToolParser] | None = field(default=None, init=False)
     _parsers: dict[int, ToolParser] = field(default_factory=dict, init=False)  # by choice
     _is_chosen: bool = field(default=False, init=False)  # whether the client has said which tool is called
+
+    @property
+    def opening(self) -> Fields:
+        delta = {"role": "assistant", "content": self.echo}
+        return {"delta": delta, "logprobs": None, "finish_reason": None}
 
     def read_calls(self, new_parser: Callable[[], ToolParser], is_chosen: bool) -> None:
         """Read calls of tools out of all texts."""
@@ -82,6 +89,7 @@ class ChatWords(Words):
 
     def choice(self, delta: Delta) -> Fields:
         text, calls = self._read(delta)
+        text = self.echo + text
         message: Fields = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": joined_calls(calls)}
@@ -122,7 +130,9 @@ class ChatWords(Words):
     def _ending(self, delta: Delta) -> Fields:
         shown = {"content": [self._shown(token) for token in delta.tokens]} if self.logprobs else None
         has_called = delta.choice in self._parsers and self._parsers[delta.choice].calls > 0 and not self._is_chosen
+        tokens = {"token_ids": [token.id for token in delta.tokens]} if self.tells_tokens else {}
         return {
+            **tokens,
             "logprobs": shown,
             "finish_reason": "tool_calls" if has_called and delta.finish == "stop" else delta.finish,
         }
@@ -220,13 +230,18 @@ class CompletionWords(Words):
         index, text = delta.choice, delta.text
         places = self._places_in(index, [token.id for token in delta.tokens]) if self.logprobs else []
         shown = self._shown(delta.tokens, places) if self.logprobs else None
+        tokens: Fields = {"token_ids": [token.id for token in delta.tokens]} if self.tells_tokens else {}
+        if self.tells_tokens and index not in self._begun:
+            tokens["prompt_token_ids"] = self.prompts[index // self.completions]
+            if not self.echoes:
+                self._begin(index)
         if self.echoes and index not in self._begun:
             text = self.echoes[index // self.completions] + text
             if shown is not None:
                 before = self._shown_prompt(delta)
                 shown = {name: before[name] + shown[name] for name in shown}
             self._begin(index)
-        return {"index": index, "text": text, "logprobs": shown, "finish_reason": delta.finish}
+        return {"index": index, "text": text, **tokens, "logprobs": shown, "finish_reason": delta.finish}
 
     def _begin(self, index: int) -> None:
         """Note that a completion has shown its prompt. What all of a prompt's have shown is not kept: of many prompts it would be much."""

@@ -64,6 +64,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     presence_penalty: Annotated[float, Limit(-2, 2)] = 0.0
     frequency_penalty: Annotated[float, Limit(-2, 2)] = 0.0
     repetition_penalty: Annotated[float, Limit(0.01, 100)] = 1.0
+    allowed_tokens: Annotated[tuple[int, ...], Count(1024)] = ()  # no others come; none: all may
+    bad_sequences: Annotated[tuple[tuple[int, ...], ...], Count(256)] = ()  # of tokens, which the text does not have
     # what the text must follow: one of them
     schema: str | None = None  # JSON schema
     regex: str | None = None

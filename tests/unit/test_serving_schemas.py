@@ -62,7 +62,17 @@ def test_an_empty_stop_string_stops_nothing(stop: str | list[str] | None) -> Non
 
 
 def test_every_parameter_of_the_engines_can_be_asked_for() -> None:
-    by_another_name = {"max_tokens", "stop_tokens", "schema", "regex", "grammar", "logprobs", "logit_bias"}
+    by_another_name = {
+        "max_tokens",
+        "stop_tokens",
+        "schema",
+        "regex",
+        "grammar",
+        "logprobs",
+        "logit_bias",
+        "allowed_tokens",
+        "bad_sequences",
+    }
     of_trainers = {"scaled_logprobs"}  # of this process: `symbiosis.rollout` asks for it
     assert set(Sampling.__struct_fields__) - by_another_name - of_trainers == set(SAME) - by_another_name
 
@@ -115,6 +125,10 @@ def test_what_changes_nothing_is_taken(name: str) -> None:
         ({"response_format": schema({"enum": ["x" * 70_000]})}, "response_format"),
         ({"stream": True, "seed": 1, "continuation": {"id": "x" * 257, "created": 1}}, "continuation"),
         ({"suffix": "x"}, "suffix"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1] * 1025}, "allowed_token_ids"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
+        ({"bad_words": ["x" * 257]}, "bad_words"),
         ({"best_of": 3}, "best_of"),
         ({"speed": 3}, "speed"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -138,6 +152,8 @@ def test_what_is_wrong_is_said_by_name(fields: dict[str, Any], name: str) -> Non
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"prompt": "x"}, "prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"echo": True}, "echo"),
     ],
 )
 def test_what_is_wrong_in_a_chat_is_said_by_name(fields: dict[str, Any], name: str) -> None:

@@ -30,6 +30,7 @@ class _Fields(msgspec.Struct):
     stream: bool | None = None
     stream_options: msgspec.Raw = msgspec.Raw()
     seed: Whole | None = None
+    return_token_ids: bool | None = None
     continuation: msgspec.Raw = msgspec.Raw()
 
     def raw(self, name: str) -> bytes:
@@ -65,7 +66,8 @@ class CompletionFields:
         self.most_tokens = self.sequences * self.longest
         before = fields.raw("continuation")
         self.continuation = _continuation(before) if before else None
-        self.may_be_streamed = not self.is_stream and not fields.raw("stream_options") and self.continuation is None
+        is_plain = not fields.raw("stream_options") and not fields.return_token_ids and self.continuation is None
+        self.may_be_streamed = not self.is_stream and is_plain
         self._begin = data.rstrip()[:-1].rstrip()
         self.size = len(self._begin)  # bytes
 

@@ -220,7 +220,7 @@ def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]], /, **options: 
     """Return the text of the prompt that the tokenizer's chat template makes of messages.
 
     Args:
-        options: Options of the template, such as `tools` or `enable_thinking`.
+        options: Options of the template, such as `tools` or `enable_thinking`, and of what makes the prompt of it.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
@@ -228,7 +228,9 @@ def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]], /, **options: 
             "(--chat-template FILE)"
         )
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, **{"add_generation_prompt": True, **options}
+        )
     except Exception as error:  # whatever a template raises
         raise ConfigError(f"the chat template does not take these messages: {error}") from None
     return text

@@ -22,6 +22,7 @@ COUNTS = {name: each.most for name, each in OF_SAMPLING.items() if isinstance(ea
     "stop": 16,
     "messages": 16_384,  # and their parts
     "tools": 128,
+    "bad_words": 128,
     "metadata": 16,
 }
 LENGTHS = {  # how many characters one may have
@@ -29,6 +30,7 @@ LENGTHS = {  # how many characters one may have
     "schema": 64 << 10,
     "regex": 64 << 10,
     "grammar": 64 << 10,
+    "bad_words": 256,
     "id": 256,  # of an answer that goes on
 }
 
@@ -79,6 +81,9 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     if sampling.min_tokens > sampling.max_tokens:
         raise Unfit("min_tokens", f"are {sampling.min_tokens}, and max_tokens {sampling.max_tokens}")
     check_tokens("stop_tokens", sampling.stop_tokens, vocabulary)
+    check_tokens("allowed_tokens", sampling.allowed_tokens, vocabulary)
+    for sequence in sampling.bad_sequences:
+        check_tokens("bad_sequences", sequence, vocabulary)
     check_tokens("logit_bias", tuple(sampling.logit_bias), vocabulary)
     for value in sampling.logit_bias.values():
         check_number("logit_bias", value, BIAS)

@@ -91,7 +91,7 @@ def _scaled(logits: Tensor, samplings: list[Sampling]) -> Tensor:
 def depends_on_tokens(sampling: Sampling) -> bool:
     """Whether how a token is chosen depends on which ones were chosen before it, besides what the model makes of them."""
     penalties = sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
-    return bool(penalties) or sampling.guide is not None
+    return bool(penalties or sampling.bad_sequences) or sampling.guide is not None
 
 
 def logprobs_of(logits: Tensor, ids: list[int], tops: list[int | None]) -> list[Token]:
@@ -172,7 +172,8 @@ def _shaped(logits: Tensor, sequences: list[Sequence], ends: frozenset[int], all
     for row, sequence in enumerate(sequences):
         how = sequence.request.sampling
         penalties = how.repetition_penalty != 1.0 or how.presence_penalty or how.frequency_penalty
-        if row in allowed or how.logit_bias or penalties or sequence.produced < how.min_tokens:
+        names_tokens = how.logit_bias or how.allowed_tokens or how.bad_sequences
+        if row in allowed or names_tokens or penalties or sequence.produced < how.min_tokens:
             shaping.append(row)
     if not shaping:
         return logits
@@ -197,10 +198,25 @@ def _shape(scores: Tensor, sequence: Sequence, ends: frozenset[int], allowed: Te
         scores[torch.tensor(list(how.logit_bias), device=device)] += torch.tensor(
             list(how.logit_bias.values()), device=device
         )
+    if how.allowed_tokens:
+        others = torch.ones(len(scores), dtype=torch.bool, device=device)
+        others[torch.tensor(how.allowed_tokens, device=device)] = False
+        scores.masked_fill_(others, NOWHERE)
+    if how.bad_sequences and (ending := _ending(sequence.tokens[sequence.prompt_length :], how.bad_sequences)):
+        scores[torch.tensor(ending, device=device)] = NOWHERE
     if sequence.produced < how.min_tokens and (never := [*ends, *how.stop_tokens]):
         scores[torch.tensor(never, device=device)] = NOWHERE
     if allowed is not None:
         scores.masked_fill_(~allowed.to(device), NOWHERE)
+
+
+def _ending(tokens: list[int], bad: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Return the tokens with which a text would have one of these sequences.
+
+    >>> _ending([5, 1, 2], ((1, 2, 3), (4,), (5, 2, 6)))
+    [3, 4]
+    """
+    return [each[-1] for each in bad if each and tuple(tokens[len(tokens) - len(each) + 1 :]) == each[:-1]]
 
 
 def _there(numbers: list[int] | list[float], device: torch.device) -> Tensor:

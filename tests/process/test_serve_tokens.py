@@ -1,0 +1,118 @@
+"""Tokens by number: those of texts and chats, of answers, those that may come, and those that may not; and answers that go on with a message."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serving_api import Api, demo_api, web
+
+PROMPT = "def average(numbers):"
+CHAT: Any = [{"role": "user", "content": "def "}]
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Api]:
+    with demo_api() as api:
+        yield api
+
+
+def complete(api: Api, **fields: Any) -> Any:
+    return api.client.completions.create(
+        **{"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, **fields}
+    )
+
+
+def asked(api: Api, path: str, **fields: Any) -> Any:
+    return web.post(api.url + path, json=fields, timeout=60)
+
+
+def test_texts_and_chats_are_tokenized_and_back(api: Api) -> None:
+    told = asked(api, "/tokenize", model="demo", prompt="né", return_token_strs=True).json()
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"]) == 3 and told["max_model_len"] == 512
+    assert told["token_strs"][0] == "n"
+    assert asked(api, "/detokenize", model="demo", tokens=told["tokens"]).json() == {"prompt": "né"}
+    chat = asked(api, "/tokenize", messages=CHAT).json()
+    answer = api.client.chat.completions.create(model="demo", messages=CHAT, max_tokens=1)
+    assert chat["count"] == answer.usage.prompt_tokens and chat["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "told"),
+    [
+        ("/tokenize", {}, "a prompt or messages"),
+        ("/tokenize", {"prompt": "x", "messages": CHAT}, "a prompt or messages"),
+        ("/tokenize", {"prompt": "x" * 10_000}, "shorten"),
+        ("/tokenize", {"prompt": "x", "speed": 1}, "speed"),
+        ("/tokenize", {"messages": [{"role": "robot"}]}, "robot"),
+        ("/tokenize", {"messages": []}, "empty"),
+        ("/detokenize", {"tokens": [10**6]}, "token 1000000"),
+        ("/detokenize", {"tokens": [1] * 10_000}, "tokens may have 512"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_said(api: Api, path: str, fields: dict[str, Any], told: str) -> None:
+    answer = asked(api, path, **fields)
+    assert answer.status_code == 400 and told in answer.json()["error"]["message"]
+
+
+def test_answers_tell_their_tokens(api: Api) -> None:
+    prompt = asked(api, "/tokenize", prompt=PROMPT).json()["tokens"]
+    whole = complete(api, n=2, temperature=1, seed=1, extra_body={"return_token_ids": True}).choices
+    for choice in whole:
+        assert choice.prompt_token_ids == prompt
+        assert asked(api, "/detokenize", tokens=choice.token_ids).json()["prompt"].startswith(choice.text)
+    found: dict[int, list[int]] = {0: [], 1: []}
+    first = dict[int, list[int]]()
+    for event in complete(api, n=2, temperature=1, seed=1, stream=True, extra_body={"return_token_ids": True}):
+        choice = event.choices[0]
+        if not found[choice.index]:
+            first[choice.index] = choice.prompt_token_ids
+        found[choice.index] += choice.token_ids
+    assert [found[n] for n in (0, 1)] == [choice.token_ids for choice in whole] and first == {0: prompt, 1: prompt}
+    assert "token_ids" not in complete(api).choices[0].to_dict()
+
+
+def test_chats_tell_their_tokens(api: Api) -> None:
+    fields: Any = {"model": "demo", "messages": CHAT, "max_tokens": 8, "temperature": 0, "extra_body": {"return_token_ids": True}}  # fmt: skip
+    whole = api.client.chat.completions.create(**fields)
+    assert whole.prompt_token_ids == asked(api, "/tokenize", messages=CHAT).json()["tokens"]  # type: ignore[attr-defined]
+    events = list(api.client.chat.completions.create(**fields, stream=True))
+    assert events[0].prompt_token_ids == whole.prompt_token_ids  # type: ignore[attr-defined]
+    tokens = [token for event in events[1:] for token in event.choices[0].token_ids]  # type: ignore[attr-defined]
+    assert tokens == whole.choices[0].token_ids  # type: ignore[attr-defined]
+
+
+def test_only_what_is_allowed_comes(api: Api) -> None:
+    allowed = asked(api, "/tokenize", prompt="xyz").json()["tokens"]
+    text = complete(api, extra_body={"allowed_token_ids": allowed}).choices[0].text
+    assert len(text) == 12 and set(text) <= set("xyz")
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids has the token 1000000"):
+        complete(api, extra_body={"allowed_token_ids": [10**6]})
+
+
+def test_bad_words_do_not_come(api: Api) -> None:
+    free = complete(api, max_tokens=40).choices[0].text
+    word = free.split()[0]
+    assert len(word) > 1 and word in free
+    other = complete(api, max_tokens=40, extra_body={"bad_words": [word]}).choices[0].text
+    assert word not in other and other
+    many = complete(api, max_tokens=40, n=2, temperature=1, seed=1, extra_body={"bad_words": ["e"]}).choices
+    assert all("e" not in choice.text for choice in many)
+
+
+def test_an_answer_goes_on_with_the_last_message(api: Api) -> None:
+    messages: Any = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "def average("}]
+    how: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    fields: Any = {"model": "demo", "messages": messages, "max_tokens": 8, "temperature": 0}
+    plain = api.client.chat.completions.create(**fields, extra_body=how).choices[0].message.content
+    echoed = api.client.chat.completions.create(**fields, extra_body={**how, "echo": True})
+    assert echoed.choices[0].message.content == "def average(" + str(plain)
+    stream = api.client.chat.completions.create(**fields, extra_body={**how, "echo": True}, stream=True)
+    assert "".join(event.choices[0].delta.content or "" for event in stream) == echoed.choices[0].message.content
+
+
+def test_probes_are_answered(api: Api) -> None:
+    assert web.get(f"{api.url}/ping").status_code == web.post(f"{api.url}/ping").status_code == 200
+    assert web.get(f"{api.url}/load").json() == {"server_load": 0}
