@@ -10,7 +10,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.server.http_process import tokenizer_of
 from symbiosis.server.ipc.engine_ipc import FrontOptions
-from symbiosis.server.launch.preflight import chat_template, check_adapters, folder_of, named
+from symbiosis.server.launch.preflight import chat_template, check_adapters, check_devices, folder_of, named
 from symbiosis.server.launch.serve_processes import model_name
 from symbiosis.serving.engine.detokenize import chat_text
 from symbiosis.serving.runner.model_runner import bytes_of
@@ -29,6 +29,32 @@ def test_a_share_of_the_batch_is_for_keys() -> None:
     assert ServeOptions(api_keys="keys", max_tenant_batch=60).of_tenant == 60
     with pytest.raises(ConfigError, match="max-tenant-batch is for each API key: give --api-keys"):
         ServeOptions(max_tenant_batch=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"ranks": 2}, "ranks .* goes with --devices cpu"),
+        ({"devices": "0-1", "ranks": 2}, "ranks .* goes with --devices cpu"),
+        ({"devices": "cpu"}, "divided over two or more"),
+        ({"devices": "0"}, "divided over two or more"),
+        ({"devices": "1,1"}, "name each GPU once"),
+        ({"devices": "0-1", "train": True}, "train goes with one device"),
+    ],
+    ids=str,
+)
+def test_devices_that_cannot_divide_a_model_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        ServeOptions(model="demo", **given)
+
+
+def test_ranks_need_devices_and_an_executor_that_they_reach() -> None:
+    assert ServeOptions(devices="0,3").places == ("cuda:0", "cuda:3")
+    with pytest.raises(ConfigError, match="at local://"):
+        check_devices(ServeOptions(devices="cpu", ranks=2, executor="tcp://127.0.0.1:7000"))
+    with pytest.raises(ConfigError, match="cuda:200"):
+        check_devices(ServeOptions(devices="200,201"))
+    check_devices(ServeOptions(devices="cpu", ranks=2, executor="local:///tmp/executor.sock"))
 
 
 def test_a_chat_template_may_be_given(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
 from symbiosis.executor.model.quantisation import check_format, read_config
 from symbiosis.executor.options import Options
-from symbiosis.executor.preflight import SMALLER, check_room, fewer_bits
+from symbiosis.executor.preflight import SMALLER, check_one_device, check_room, fewer_bits
 from symbiosis.protocol.endpoints import is_within_process, parts_of
 from symbiosis.server.launch import footprint
 from symbiosis.serving.serve_options import ServeOptions
@@ -70,6 +70,16 @@ def check_executor(options: ServeOptions) -> None:
         raise ConfigError("--dtype is for the executor that this command starts: with --executor it is that one's")
 
 
+def check_devices(options: ServeOptions) -> None:
+    """Check that there are the devices over which the model is divided, and that ranks reach its executor."""
+    for device in dict.fromkeys(options.places):
+        check_one_device(device, on_gpu=device != "cpu")
+    if options.places and options.executor is not None and not options.executor.startswith("local://"):
+        raise ConfigError(
+            f"--executor {options.executor}: with --devices ranks map the executor's weights, which takes one on a CPU of this host, at local://"
+        )
+
+
 def check_adapters(options: ServeOptions) -> None:
     """Check that each is a folder of adapters, or NAME=PATH of one adapter."""
     folders = [each for each in options.adapters if not is_named(each)]
@@ -122,7 +132,7 @@ def check_training(options: ServeOptions) -> None:
 
 
 CHECKS = (
-    check_packages, check_model, check_memory, check_executor, check_adapters, check_keys, chat_template, check_compiled, check_training,
+    check_packages, check_model, check_memory, check_executor, check_devices, check_adapters, check_keys, chat_template, check_compiled, check_training,
 )  # fmt: skip
 
 
