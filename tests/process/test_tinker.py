@@ -455,6 +455,25 @@ def test_faults_of_a_client_are_its_own(api: Api) -> None:
     assert client.told("telemetry", events=[]) == {"status": "accepted"}
 
 
+def test_what_is_refused_uses_its_number_up(api: Api) -> None:
+    client = Client(api)
+    run = client.run()
+    nowhere = {"model_id": run, "path": f"tinker://{run}/weights/nowhere", "optimizer": True}
+    for number, (verb, body, fault) in enumerate((
+        ("load_weights", nowhere, "no checkpoint"),
+        ("load_weights", nowhere | {"optimizer_config": {"type": "sgd"}}, "AdamW"),
+        ("optim_step", {"model_id": run, "adam_params": {"learning_rate": "fast"}}, "learning_rate"),
+        ("optim_step", {"model_id": run, "optimizer_params": {"type": "sgd"}}, "AdamW"),
+        ("save_weights", {"model_id": run, "path": "../../away"}, "named"),
+        ("save_weights", {"model_id": run}, "path"),
+        ("save_weights_for_sampler", {"model_id": run}, "needs a path"),
+    ), 1):  # fmt: skip
+        told = client.wait(client.told(verb, seq_id=number, **body))
+        assert told["category"] == "user" and fault in told["error"], told
+    assert client.trained(run, 8).metrics["loss:sum"] > 0
+    assert client.post("optim_step", adam_params={"learning_rate": "fast"}).status_code == 400
+
+
 def test_stops_and_samplers_that_follow(api: Api) -> None:
     client = Client(api)
     run = client.run()

@@ -25,8 +25,6 @@ class PassRequest(NamedTuple):
 
 def pass_request(asked: Pass) -> PassRequest:
     """Return what the engine is asked for. Raises `TinkerRefusal` for data that are none."""
-    if asked.refusal:
-        raise TinkerRefusal(asked.refusal)
     data = [_datum(number, each) for number, each in enumerate(asked.data)]
     if asked.loss_fn == AS_IMPORTANCE:
         return PassRequest(data, "importance_sampling", {}, {"computed_as_importance_sampling:max": 1.0})

@@ -267,8 +267,12 @@ def promised(kind: type[m.Asked], /, **fields: Any) -> Handler:
 
     async def handle(front: ServingState, request: Request) -> ASGIApp:
         tenant = tenant_of(front, request)
-        body: Any = decoded(kind, await body_of(front, request))
-        body = msgspec.structs.replace(body, **fields) if fields else body
+        data = await body_of(front, request)
+        try:
+            body: Any = decoded(kind, data)
+            body = msgspec.structs.replace(body, **fields) if fields else body
+        except ApiError as wrong:
+            body = _refused(data, wrong)
         return json_response(await front.remote.ask_training(m.Promise, tenant.name, body))
 
     return handle
@@ -280,7 +284,16 @@ async def told(front: ServingState, request: Request, body: Any) -> ASGIApp:
     return Response(status_code=204) if found is None else json_response(found)
 
 
-def _read_pass(data: bytes) -> m.Pass:
+def _refused(data: bytes, wrong: ApiError) -> m.RefusedRequest:
+    """Return what uses up the number of a request that is wrong. Raises what is wrong if it has none."""
+    try:
+        numbered = msgspec.json.decode(data, type=m.RefusedRequest)
+    except msgspec.MsgspecError:
+        raise wrong from None
+    return msgspec.structs.replace(numbered, refusal=str(wrong))
+
+
+def _read_pass(data: bytes) -> m.Pass | m.RefusedRequest:
     try:
         return wire.read_pass(data)
     except m.TinkerRefusal as refusal:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import CheckpointStore, RunFacts, StoredCheckpoint, private_name
@@ -125,10 +125,10 @@ class TenantRuns:
 
     def load(self, tenant: str, asked: m.LoadWeights) -> m.Promise:
         """Load a checkpoint: into a run that is there, or a new one."""
-        _check_optimizer(asked.optimizer_config)
-        found = self._found(tenant, asked)
         if asked.model_id is not None:
             return self.put(tenant, asked)
+        _check_optimizer(asked.optimizer_config)
+        found = self._found(tenant, asked)
         if asked.session_id is None or asked.model_seq_id is None:
             raise TinkerRefusal("load_weights needs a model_id, or a session_id and a model_seq_id")
         if asked.base_model is not None:
@@ -284,6 +284,8 @@ class TenantRuns:
         return outcome_after(norm, told)
 
     def _load(self, run: TenantRun, submit: Callable[..., Any], asked: m.LoadWeights) -> "Future[PromiseOutcome]":
+        _check_optimizer(asked.optimizer_config)
+
         def read() -> None:
             run.trained.read(self._found(run.tenant, asked).folder, asked.optimizer)
 
@@ -329,8 +331,11 @@ class TenantRuns:
             lambda found: _body("save_weights_for_sampler", sampling_session_id=id, model_version=int(found)),
         )
 
+    def _refused(self, run: TenantRun, submit: Callable[..., Any], asked: m.RefusedRequest) -> NoReturn:
+        raise TinkerRefusal(asked.refusal)
+
     _verbs: dict[type, Callable[..., Any]] = {
-        m.Pass: _pass, m.OptimStep: _step, m.LoadWeights: _load, m.SaveWeights: _save, m.SaveForSampler: _save_for_sampler,
+        m.Pass: _pass, m.RefusedRequest: _refused, m.OptimStep: _step, m.LoadWeights: _load, m.SaveWeights: _save, m.SaveForSampler: _save_for_sampler,
     }  # fmt: skip
 
     # ------------------------------------------------------------- what is seen

@@ -107,7 +107,14 @@ class Pass(Asked):
     loss_fn: str
     config: dict[str, float] = {}
     forward_only: bool = False
-    refusal: str = ""  # why its data are none: told in its turn, since its number is used up
+
+
+class RefusedRequest(Asked):
+    """A request of a run that says nothing that can be done. It is told so in its turn: its number is used up, since the SDK counts on."""
+
+    model_id: str
+    seq_id: int
+    refusal: str = ""
 
 
 class OptimStep(Asked):
@@ -240,7 +247,7 @@ class GetTotals(Asked):
 
 
 AnyAsked = (
-    CreateSession | Heartbeat | FinishSession | CreateModel | LoadWeights | Pass | OptimStep | SaveWeights | SaveForSampler
+    CreateSession | Heartbeat | FinishSession | CreateModel | LoadWeights | Pass | RefusedRequest | OptimStep | SaveWeights | SaveForSampler
     | GetInfo | WeightsInfo | CreateSampler | GetSampler | Resolve | Retrieve | ListRuns | GetRun | ListCheckpoints | ChangeCheckpoint
     | DeleteCheckpoint | CheckpointFiles | SignedFile | ListSessions | GetSession | GetFigures | GetTotals
 )  # fmt: skip

@@ -43,7 +43,7 @@ class TrainingService:
         self._handlers: dict[type, Callable[[str, Any], Any]] = {
             m.CreateSession: sessions.create, m.Heartbeat: sessions.heartbeat, m.FinishSession: sessions.finish, m.ListSessions: sessions.list,
             m.CreateModel: runs.create, m.LoadWeights: runs.load, m.Retrieve: runs.retrieve,
-            m.Pass: runs.put, m.OptimStep: runs.put, m.SaveWeights: runs.put, m.SaveForSampler: runs.put,
+            m.Pass: runs.put, m.RefusedRequest: runs.put, m.OptimStep: runs.put, m.SaveWeights: runs.put, m.SaveForSampler: runs.put,
             m.CreateSampler: samplers.create, m.GetSampler: samplers.get, m.Resolve: self._resolve, m.GetInfo: self._info,
             m.WeightsInfo: listing.weights, m.ListRuns: listing.runs, m.GetRun: listing.run, m.GetSession: listing.session,
             m.ListCheckpoints: listing.checkpoints, m.ChangeCheckpoint: listing.change, m.DeleteCheckpoint: listing.delete,

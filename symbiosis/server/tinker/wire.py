@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from symbiosis.errors import ConfigError
-from symbiosis.server.tinker.tinker_messages import Array, Pass, Passed, PlainDatum, PromiseOutcome, TinkerRefusal
+from symbiosis.server.tinker.tinker_messages import (
+    Array,
+    Pass,
+    Passed,
+    PlainDatum,
+    PromiseOutcome,
+    RefusedRequest,
+    TinkerRefusal,
+)
 from symbiosis.serving.request import Token
 
 SDKS = ("0.38.0",)  # releases that are known to work with this server, and whose descriptor it reads
@@ -65,7 +73,7 @@ def messages() -> ModuleType:
     return module
 
 
-def read_pass(body: bytes) -> Pass:
+def read_pass(body: bytes) -> Pass | RefusedRequest:
     """Read the body of forward_backward. Whatever it claims is checked against what is there."""
     from google.protobuf.message import DecodeError
 
@@ -85,11 +93,11 @@ def read_pass(body: bytes) -> Pass:
         )
     try:
         data = [_datum(number, datum) for number, datum in enumerate(told.data)]
-        config, refusal = _config(told), ""
+        config = _config(told)
     except TinkerRefusal as wrong:
-        data, config, refusal = [], {}, str(wrong)
+        return RefusedRequest(model_id=told.model_id, seq_id=told.seq_id, refusal=str(wrong))
     return Pass(
-        model_id=told.model_id, seq_id=told.seq_id, loss_fn=told.loss_fn, forward_only=told.forward_only, config=config, data=data, refusal=refusal,
+        model_id=told.model_id, seq_id=told.seq_id, loss_fn=told.loss_fn, forward_only=told.forward_only, config=config, data=data,
     )  # fmt: skip
 
 
