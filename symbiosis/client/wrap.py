@@ -134,9 +134,10 @@ def attach(
         raise WrapError(
             f"privacy= and verify= need an executor that holds all layers, and {session.endpoint} is a service whose ranks divide them"
         )
-    if private and any(packed_of(parameter_of(places[0])) is not None for places, _ in plan):
+    if private and any(session.manifest[index].packed for _, index in plan):
         raise WrapError(
-            "privacy= and verify= need the weights of floats: load this model without a quantization_config"
+            f"privacy= and verify= test answers by this model's weights, and {session.endpoint} holds packed ones: use an executor that holds "
+            "the same weights (without --quantize)"
         )
     if private:
         heads = head_names(base_model(model))

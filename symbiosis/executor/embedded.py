@@ -16,10 +16,9 @@ from torch import nn
 from symbiosis.errors import ConfigError
 from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.load import load_model
-from symbiosis.executor.model.quantisation import check_format
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.options import Options, load_options
-from symbiosis.executor.preflight import check
+from symbiosis.executor.preflight import check, check_quantised
 from symbiosis.protocol.endpoints import is_within_process, socket_path
 from symbiosis.transport.inproc import new_url
 
@@ -119,7 +118,7 @@ def _check_model(model: Any, options: Options) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"Executor takes a model, not {model!r:.80}: a model, its directory, a hub id, or 'demo'")
     if getattr(model, "is_quantized", False) and (config := getattr(model, "config", None)) is not None:
-        check_format(type(model).__name__, config.to_dict())
+        check_quantised(msgspec.structs.replace(options, model=type(model).__name__, quantize=None), config.to_dict())
     if options.quantize:
         raise ConfigError(
             "quantize is for models that the executor loads: hand over the name or folder of a checkpoint"

@@ -84,6 +84,11 @@ def check_quantised(options: Options, config: Mapping[str, Any]) -> None:
     told = told_quantisation(config)
     if told and options.quantize:
         raise ConfigError(f"--quantize {options.quantize}: the weights of {options.model!r} are quantised by {shown_method(told)} already: leave it out")  # fmt: skip
+    if (told or options.quantize) and options.integers:
+        raise ConfigError(
+            "--integers is for clients that hide their rows, and these test answers by weights of floats, which quantised ones are not: "
+            "leave it out, or serve floats"
+        )
     if (told or options.quantize) and len(options.places) > 1:
         raise ConfigError(f"several ranks cannot hold quantised weights yet: serve {options.model!r} on one device, where it needs a half or a quarter of the memory")  # fmt: skip
 

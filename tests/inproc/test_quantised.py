@@ -114,6 +114,64 @@ def test_a_program_wraps_the_checkpoint_that_was_packed(tmp_path: Path, caplog: 
             symbiosis.wrap(other, executor.endpoint)
 
 
+def test_packed_layers_are_called(tmp_path: Path) -> None:
+    """Also where other weights would be mapped."""
+    tiny_llama().save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    url = f"local://{tmp_path}/executor.sock"
+    with symbiosis.Executor(str(tmp_path / "model"), quantize="fp8", listen=(url,)) as executor:
+        split = symbiosis.from_executor(url)
+        same(split, whole_of(tiny_llama(), executor))
+        stats = symbiosis.stats(split)
+        assert stats.calls > 0 and stats.direct == 0
+
+
+def test_a_model_that_bitsandbytes_has_packed(tmp_path: Path) -> None:
+    """QLoRA's script, with `wrap` in it and without: losses and adapters are the same."""
+    pytest.importorskip("bitsandbytes")
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    tiny_llama(layers=1).bfloat16().save_pretrained(tmp_path / "floats")  # type: ignore[operator]
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    load = AutoModelForCausalLM.from_pretrained
+    load(tmp_path / "floats", quantization_config=config).save_pretrained(tmp_path / "packed")
+
+    def trained(base: Any) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        model: Any = get_peft_model(prepare_model_for_kbit_training(base), lora).train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for _ in range(3):
+            loss = model(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, get_peft_model_state_dict(model)
+
+    losses, adapter = trained(load(tmp_path / "packed", dtype=torch.bfloat16))
+    with symbiosis.Executor(str(tmp_path / "packed")) as executor:
+        split = symbiosis.wrap(load(tmp_path / "packed", dtype=torch.bfloat16), executor.endpoint)
+        assert "wrapped 7/8" in str(symbiosis.report(split))
+        mine, tensors = trained(split)
+        assert mine == losses
+        assert all(torch.equal(tensors[name], value) for name, value in adapter.items())
+        with pytest.raises(WrapError, match="privacy= and verify="):
+            symbiosis.wrap(load(tmp_path / "packed", dtype=torch.bfloat16), executor.endpoint, verify=True)
+    with symbiosis.Executor(str(tmp_path / "floats"), quantize="nf4") as executor:
+        symbiosis.wrap(load(tmp_path / "floats", quantization_config=config), executor.endpoint)
+    packed = load(tmp_path / "floats", quantization_config=config)
+    other = pytest.raises(WrapError, match="packed as nf4, the executor's are packed as fp8")
+    with symbiosis.Executor(str(tmp_path / "floats"), quantize="fp8") as executor, other:
+        symbiosis.wrap(packed, executor.endpoint)
+
+
 def test_what_is_not_served_is_not_packed(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)  # type: ignore[operator]
     with symbiosis.Executor(str(tmp_path), quantize="int8", serve=("*.mlp.*",)) as executor:
@@ -169,5 +227,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     write(tiny_llama(), tmp_path / "model", "fp8 rows")
     with pytest.raises(ConfigError, match="compressed-tensors .float-quantized. already"):
         symbiosis.Executor(str(tmp_path / "model"), quantize="int8")
+    with pytest.raises(ConfigError, match="--integers is for clients that hide their rows"):
+        symbiosis.Executor(str(tmp_path / "model"), integers=(8,))
     with pytest.raises(ConfigError, match="quantize is for models that the executor loads"):
         symbiosis.Executor(tiny_llama(), quantize="int8")

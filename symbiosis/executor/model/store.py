@@ -207,7 +207,7 @@ class Store:
         return [number for number, layer in enumerate(self.manifest) if layer.kind in ("linear", "conv1d")]
 
     def _quantised(self, layer: int, bits: int) -> Tensor:
-        return quantise(matrix_of(self.whole(layer), self.manifest[layer].transposes(Op.FORWARD), None), bits)[0]
+        return quantise(self.matrix(layer, Op.FORWARD, None), bits)[0]
 
     def offers(self, layer: int, bits: int) -> bool:
         """Whether integers can be multiplied by this layer's weights of so many bits."""
