@@ -91,7 +91,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests: Annotated[int, Doc(
         "Maximum requests under way, including those that wait; one key alone may have half of them. Default: 4096.")] = 4096
     max_step_s: Annotated[float, Doc("A step that takes longer counts as hung: the server ends with status 1. Default: 600.")] = 600.0
-    wait_s: Annotated[float, Doc("How long the executor at --executor may take to come up. Default: 60.")] = 60.0
+    wait_s: Annotated[float | None, Doc("How long the executor at --executor may take to come up. Default: $SYMBIOSIS_PATIENCE_S, else 60.")] = None
     log_format: Annotated[Literal["text", "json"], Doc("text (default) or json, of all processes.")] = "text"
     # fmt: on
 
@@ -102,7 +102,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if value is not None and not 0 < value < 2**62:
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")
-        if not 0 <= self.wait_s < math.inf:
+        if self.wait_s is not None and not 0 <= self.wait_s < math.inf:
             raise ConfigError(f"wait-s must not be negative, and is {self.wait_s}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")

@@ -1,6 +1,9 @@
 """Options of `symbiosis serve`, by the command: what each says is what the server does."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -115,6 +118,23 @@ def test_no_server_starts_over_an_executor_of_another_model(executor: symbiosis.
         and f"{executor.endpoint} serves another model than {tmp_path} (num_hidden_layers" in done.stderr
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "more"),
+    [
+        ((), {"SYMBIOSIS_PATIENCE_S": "0.1"}, "patience=, $SYMBIOSIS_PATIENCE_S"),
+        (("--wait-s", "0.2"), {}, "wait=, --wait-s"),
+    ],
+)
+def test_an_executor_that_does_not_come_up(
+    words: tuple[str, ...], environment: dict[str, str], more: str, tmp_path: Path
+) -> None:
+    """What is said to wait for longer is what decides."""
+    never = f"local://{tmp_path}/never.sock"
+    command = [sys.executable, "-m", "symbiosis", "serve", "demo", "--port", "0", "--executor", never, *words]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=WAIT_S)  # noqa: S603
+    assert done.returncode == 2 and f"({more} waits for longer)" in done.stderr
 
 
 def test_no_server_starts_with_an_adapter_of_the_bases_name() -> None:

@@ -34,6 +34,7 @@ from symbiosis.transport.tensors import CPU, Shapes, on_host
 
 PATIENCE_S = arguments.seconds_in("SYMBIOSIS_PATIENCE_S", 60.0)  # how long a lost executor may be away
 PATIENCE = "patience=, $SYMBIOSIS_PATIENCE_S"
+FIRST_WAIT = "wait=, --wait-s"  # where the first wait has been told by itself
 LEAST_JOIN_S = 0.1  # how long a join may take when the patience is over
 CALL_S = arguments.seconds_in("SYMBIOSIS_CALL_TIMEOUT_S", 120.0)  # how long one call may take, before it is sent again
 FIRST_ROOM = 64 << 20  # bytes of the largest reply at first: for a larger one a session joins anew
@@ -72,6 +73,7 @@ class Reconnecting:
         # a cluster starts what it tells of, and knows which models there will never be
         others = wait is None and not all(map(transport.is_within_process, self._names))
         self.wait = max(asked, self.patience if others or named_endpoints.is_by_name(self._names) else 0.0)
+        self._first_wait = FIRST_WAIT if asked and self.wait == asked else PATIENCE
         self.endpoints = named_endpoints.located_within(self._names, self.wait, asked)
         self.endpoint = self.endpoints[0]  # the one in use
         self.priority, self.fingerprint, self.observer = priority, fingerprint, observer
@@ -271,10 +273,10 @@ class Reconnecting:
     def _join_first(self) -> transport.Connection:
         """Join whichever replica answers. Waits for one that is being started, or started again, and cannot tell it from one that never comes."""
         attempt_s = JOIN_S * len(self.endpoints)  # by each, whole, if there is no patience at all
-        waiting = Patience(self.endpoints, self.wait or attempt_s, PATIENCE)
+        waiting = Patience(self.endpoints, self.wait or attempt_s, self._first_wait)
         connection, pause = None, FIRST_PAUSE_S
         may_come = any(map(transport.may_come_back, self.endpoints))
-        longer = "" if all(map(transport.is_within_process, self.endpoints)) else PATIENCE
+        longer = "" if all(map(transport.is_within_process, self.endpoints)) else self._first_wait
         try:
             while True:
                 connection = self._ask_each(waiting)
