@@ -271,15 +271,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--clients", type=int, default=32, help="of kills")
-    parser.add_argument("--kills-s", type=float, default=600.0, help="how long they train")
+    parser.add_argument("--clients", type=int, help="of kills: 32, or 4 with --quick")
+    parser.add_argument("--kills-s", type=float, help="how long they train: 600, or 60 with --quick")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "symbiosis" / "programs")
     options = parser.parse_args(arguments)
     report = Report("compat_tinker")
     report.figure("sdk", SDKS[-1])
     if options.quick:
         with tempfile.TemporaryDirectory() as folder:
-            train_under_kills(report, sys.executable, "demo", Path(folder), clients=4, seconds=60.0)
+            train_under_kills(
+                report, sys.executable, "demo", Path(folder), options.clients or 4, options.kills_s or 60.0
+            )
         return report.finish()
     report.figure("cookbook", COOKBOOK)
     options.cache.mkdir(parents=True, exist_ok=True)
@@ -294,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "kills" in options.jobs:
         progress("kills")
         with tempfile.TemporaryDirectory() as folder:
-            train_under_kills(report, sdk.python, "demo", Path(folder), options.clients, options.kills_s)
+            train_under_kills(report, sdk.python, "demo", Path(folder), options.clients or 32, options.kills_s or 600.0)
     return report.finish()
 
 

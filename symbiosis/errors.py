@@ -4,7 +4,8 @@ SymbiosisError
 ├── ConfigError                 an option, file or pattern is wrong
 │   ├── OutdatedPackage         ... a package that is needed is too old
 │   └── AdapterError            ... an adapter, which cannot be served as it is
-│       └── UnknownAdapter      ... there is none of this name
+│       ├── UnknownAdapter      ... there is none of this name
+│       └── NoAdapterMemory     ... those that are there have all the memory
 ├── WrapError                   a model cannot be wrapped (nothing was changed)
 ├── RemoteWeightError           client code touched a weight that lives in the executor
 │   ├── WeightRead              ... its values (and the executor does not allow reads)
@@ -67,6 +68,10 @@ class AdapterError(ConfigError):
 
 class UnknownAdapter(AdapterError):
     """There is no adapter of this name."""
+
+
+class NoAdapterMemory(AdapterError):
+    """The host's memory for adapters is taken."""
 
 
 class OutdatedPackage(ConfigError, ImportError):

@@ -143,9 +143,9 @@ class Tinker:
         done, _ = await asyncio.wait({task}, timeout=HOLD_S)
         if not done:
             return json_response({"type": "try_again", "request_id": id, "queue_state": "active"})
+        self._awaited.pop((tenant.name, id), None)  # the engine's process has what has come
         found = task.result()
         if isinstance(found, m.PromiseOutcome):
-            self._awaited.pop((tenant.name, id), None)
             data, media = wire.outcome_bytes(found)
             return Response(data, media_type=media)
         return Response(found, media_type=PROTOBUF)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from symbiosis.errors import AdapterError, UnknownAdapter
+from symbiosis.errors import NoAdapterMemory, UnknownAdapter
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import (
     CheckpointStore,
@@ -199,7 +199,7 @@ class Samplers:
                 try:
                     added = add()
                     break
-                except AdapterError:
+                except NoAdapterMemory:
                     if not (others := [each for each in self._loaded if each != adapter]):
                         raise
                     self.remove(others[0])

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from symbiosis.errors import AdapterError, UnknownAdapter
+from symbiosis.errors import AdapterError, NoAdapterMemory, UnknownAdapter
 from symbiosis.serving.lora.adapter import Adapter, versions
 from symbiosis.serving.lora.adapter_files import MOST_TENSOR_BYTES, AdapterWeights, read_adapter
 from symbiosis.serving.lora.adapter_folder import Folder, State, check_name
@@ -313,13 +313,13 @@ class AdapterRegistry:
         return adapter
 
     def _make_room(self, new: FoundAdapter, excess: int) -> list[LoadedAdapter]:
-        """Let other adapters of the folder go, and return them. Raises `AdapterError` if that would not be enough, and then lets none go."""
+        """Let other adapters of the folder go, and return them. Raises `NoAdapterMemory` if that would not be enough, and then lets none go."""
         let_go: list[LoadedAdapter] = []
         others = [(name, found) for name, found in self._found.items() if name != new.adapter.name]
         from_folder = [(name, found, found.state) for name, found in others if found.state is not None]
         if excess > sum(found.bytes for _, found, _ in from_folder):
             given = sum(found.bytes for _, found in others if found.state is None)
-            raise AdapterError(
+            raise NoAdapterMemory(
                 f"adapter {new.adapter.name!r} takes {new.bytes} bytes, those that were sent or named hold {given}, and all may have "
                 f"{self._memory}: remove some (DELETE /v1/adapters/NAME), or start the server with more --adapter-memory"
             )
