@@ -397,6 +397,28 @@ def test_tensors_that_lie_are_refused_in_their_turn(api: Api) -> None:
     assert client.trained(run, len(WRONG) + 1).metrics["loss:sum"] > 0  # the run goes on
 
 
+def test_a_small_body_does_not_fill_the_memory(api: Api) -> None:
+    """64 data of 100 bytes each, whose sparse tensors would take 8 GB."""
+    empty = wire.messages().Tensor(dtype=wire.FLOAT32, shape=[1, 1 << 22])
+    empty.sparse_csr.crow_indices = np.zeros(2, np.int64).tobytes()
+    answer = Client(api).send_pass("a run", 1, *[datum(TEXT[:2], weights=empty, target_tokens=empty)] * 64)
+    assert answer.status_code == 413 and "sparse" in error_of(answer), answer.text
+
+
+def test_numbers_and_words_that_are_too_large_are_the_client_s_fault(api: Api) -> None:
+    client = Client(api)
+    run = client.run()
+    for number in (1 << 64, -1 << 64, 10**40):
+        answer = client.post("optim_step", model_id=run, seq_id=number, adam_params={"learning_rate": 1e-2})
+        assert answer.status_code == 400 and "64 bits" in error_of(answer), answer.text
+    answer = client.post("create_session", tags=[], user_metadata={"a": 10**40}, sdk_version=wire.SDKS[-1])
+    assert answer.status_code == 400 and "64 bits" in error_of(answer), answer.text
+    answer = client.post("create_session", tags=[], user_metadata={"a": "x" * (1 << 20)}, sdk_version=wire.SDKS[-1])
+    assert answer.status_code == 413, answer.text
+    assert client.post("retrieve_future", request_id=f"{run}/{'9' * 5000}").status_code == 410
+    assert client.step(run, 1)["category"] == "user"  # nothing was lost by all that
+
+
 def test_bodies_that_are_too_large_or_cut_off(api: Api) -> None:
     client = Client(api)
     run = client.run()

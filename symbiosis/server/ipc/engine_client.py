@@ -95,10 +95,10 @@ class EngineClient(asyncio.Protocol):
             raise gone()
         if self.drained.is_set():
             raise ApiError(503, "the server is ending: ask another one", retry_s=10.0, reason="ending")
+        self._tell(Submit(request))
         completions = len(request.under_way)
         self.requests[request.id] = OpenRequest(request, on_output, completions, completions)
         self.places.take(request.tenant, completions)
-        self._tell(Submit(request))
 
     def cancel(self, id: int) -> None:
         """End a request: nothing of it is handed out any more."""
@@ -136,8 +136,14 @@ class EngineClient(asyncio.Protocol):
 
     def _tell(self, message: ToEngine) -> None:
         """Send a message. If the engine has ended, nothing is sent, and `connection_lost` is called."""
+        try:
+            frame = framed(message)
+        except (OverflowError, RecursionError) as error:
+            raise ApiError(
+                400, f"the request has a number of more than 64 bits, or is nested too deeply: {error}"
+            ) from None
         if not self._transport.is_closing():
-            self._transport.write(framed(message))
+            self._transport.write(frame)
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport

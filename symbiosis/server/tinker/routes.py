@@ -24,6 +24,7 @@ from symbiosis.server.tinker.samples import SampleRequest, Samples
 
 HOLD_S = 30.0  # so long a promise is waited for; the SDK asks again
 KEPT_S = 60.0  # what has come and nobody has fetched
+MOST_COMMAND = 64 << 10  # bytes of a body without data or a prompt: what it tells is kept with a session or a run
 PROTOBUF = "application/x-protobuf"
 Kind = TypeVar("Kind", bound=m.Asked)
 Handler = Callable[[ServingState, Request], Coroutine[Any, Any, ASGIApp]]
@@ -89,7 +90,7 @@ class Tinker:
 
     async def client_config(self, front: ServingState, request: Request) -> ASGIApp:
         tenant_of(front, request)
-        version = decoded(Sdk, await body_of(front, request) or b"{}").sdk_version
+        version = decoded(Sdk, await body_of(front, request, MOST_COMMAND) or b"{}").sdk_version
         if version:
             _check_sdk(version)
         return json_response({
@@ -119,7 +120,7 @@ class Tinker:
 
     async def create_session(self, front: ServingState, request: Request) -> ASGIApp:
         tenant = tenant_of(front, request)
-        told = decoded(m.CreateSession, await body_of(front, request))
+        told = decoded(m.CreateSession, await body_of(front, request, MOST_COMMAND))
         _check_sdk(told.sdk_version)
         return json_response(await front.remote.ask_training(dict[str, Any], tenant.name, told))
 
@@ -138,7 +139,7 @@ class Tinker:
     async def retrieve_future(self, front: ServingState, request: Request) -> ASGIApp:
         """Answer with the outcome of a promise, or after a while that it is to be asked for again."""
         tenant = tenant_of(front, request)
-        id = decoded(m.Retrieve, await body_of(front, request)).request_id
+        id = decoded(m.Retrieve, await body_of(front, request, MOST_COMMAND)).request_id
         task = self._samples.task(tenant, id) or self._of_engine(front, tenant, id)
         done, _ = await asyncio.wait({task}, timeout=HOLD_S)
         if not done:
@@ -176,7 +177,7 @@ class Tinker:
         return await told(front, request, m.GetSession(session_id=request.path_params["id"]))
 
     async def finish(self, front: ServingState, request: Request) -> ASGIApp:
-        await body_of(front, request)
+        await body_of(front, request, MOST_COMMAND)
         return await told(front, request, m.FinishSession(session_id=request.path_params["id"]))
 
     async def runs(self, front: ServingState, request: Request) -> ASGIApp:
@@ -201,7 +202,7 @@ class Tinker:
         return await told(front, request, m.ChangeCheckpoint(**_checkpoint(request), public=False))
 
     async def ttl(self, front: ServingState, request: Request) -> ASGIApp:
-        seconds = decoded(Ttl, await body_of(front, request)).ttl_seconds
+        seconds = decoded(Ttl, await body_of(front, request, MOST_COMMAND)).ttl_seconds
         return await told(front, request, m.ChangeCheckpoint(**_checkpoint(request), ttl_seconds=seconds or 0))
 
     async def urls(self, front: ServingState, request: Request) -> ASGIApp:
@@ -247,8 +248,8 @@ def tenant_of(front: ServingState, request: Request) -> Tenant:
     return front.tenant(request, f"Bearer {key}" if (key := request.headers.get("x-api-key")) else None)
 
 
-async def body_of(front: ServingState, request: Request) -> bytes:
-    return await front.bodies.read(request, front.options.max_body_bytes)
+async def body_of(front: ServingState, request: Request, most: int | None = None) -> bytes:
+    return await front.bodies.read(request, most or front.options.max_body_bytes)
 
 
 def asked(kind: type[m.Asked], /) -> Handler:
@@ -256,7 +257,7 @@ def asked(kind: type[m.Asked], /) -> Handler:
 
     async def handle(front: ServingState, request: Request) -> ASGIApp:
         tenant = tenant_of(front, request)
-        body: Any = decoded(kind, await body_of(front, request))
+        body: Any = decoded(kind, await body_of(front, request, MOST_COMMAND))
         return json_response(await front.remote.ask_training(dict[str, Any], tenant.name, body))
 
     return handle
@@ -267,7 +268,7 @@ def promised(kind: type[m.Asked], /, **fields: Any) -> Handler:
 
     async def handle(front: ServingState, request: Request) -> ASGIApp:
         tenant = tenant_of(front, request)
-        data = await body_of(front, request)
+        data = await body_of(front, request, MOST_COMMAND)
         try:
             body: Any = decoded(kind, data)
             body = msgspec.structs.replace(body, **fields) if fields else body

@@ -233,7 +233,7 @@ class TenantRuns:
         """Return the outcome of a promise."""
         id, _, number = asked.request_id.rpartition("/")
         run = self.get(tenant, id)
-        if run is None or not number.isdecimal():
+        if run is None or not number.isdecimal() or len(number) > 20:
             raise TinkerRefusal("nothing is known of this request, or its session has ended", 410)
         self._sessions.of(tenant, id.partition(":")[0])
         if number == "0":

@@ -31,6 +31,7 @@ MOST_DATA = 1024  # in one request
 MOST_BYTES = 5_000_000  # of one request; a single datum may be larger
 SPARE_BYTES = 500_000  # what the SDK's estimate may lack
 MOST_TARGETS = 1 << 22  # log probabilities of one datum
+FILLED_BY_BYTE = 64  # cells of sparse tensors: a small body does not ask for much memory
 NO_TOKEN = (0, -99999.0)  # of a table of the most likely tokens
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # Tinker's dtypes
 WHOLE_INPUTS = {"target_tokens"}
@@ -91,6 +92,7 @@ def read_pass(body: bytes) -> Pass | RefusedRequest:
         raise TinkerRefusal(
             f"one request has at most {MOST_BYTES} bytes, and this has {len(body)}: send it in several", 413
         )
+    _check_filled(told, len(body))
     try:
         data = [_datum(number, datum) for number, datum in enumerate(told.data)]
         config = _config(told)
@@ -99,6 +101,20 @@ def read_pass(body: bytes) -> Pass | RefusedRequest:
     return Pass(
         model_id=told.model_id, seq_id=told.seq_id, loss_fn=told.loss_fn, forward_only=told.forward_only, config=config, data=data,
     )  # fmt: skip
+
+
+def _check_filled(told: Any, nbytes: int) -> None:
+    """Refuse a body whose sparse tensors are far larger than it is, before any of them is filled."""
+    tensors = [
+        tensor for datum in told.data for tensor in datum.loss_fn_inputs.values() if tensor.HasField("sparse_csr")
+    ]
+    filled = sum(cells for tensor in tensors if 0 < (cells := prod(tensor.shape)) <= MOST_TARGETS)
+    most = min(MOST_TARGETS, FILLED_BY_BYTE * nbytes)
+    if filled > most:
+        raise TinkerRefusal(
+            f"its sparse tensors have {filled} cells, and those of {nbytes} bytes have at most {most}: send fewer columns, or fewer data",
+            413,
+        )
 
 
 def _config(told: Any) -> dict[str, float]:
