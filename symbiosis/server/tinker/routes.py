@@ -134,7 +134,9 @@ class Tinker:
 
     async def asample(self, front: ServingState, request: Request) -> ASGIApp:
         tenant = tenant_of(front, request)
-        return json_response(await self._samples.begin(tenant, decoded(SampleRequest, await body_of(front, request))))
+        data = await body_of(front, request)
+        ask = await front.made(request, tenant, len(data), 1, lambda: decoded(SampleRequest, data))
+        return json_response(await self._samples.begin(tenant, ask))
 
     async def retrieve_future(self, front: ServingState, request: Request) -> ASGIApp:
         """Answer with the outcome of a promise, or after a while that it is to be asked for again."""

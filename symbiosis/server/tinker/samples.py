@@ -2,13 +2,14 @@
 
 import asyncio
 import secrets
+from collections import Counter
 from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
 
 from symbiosis.server import openai_protocol
-from symbiosis.server.api_errors import ApiError, failed, wrong
+from symbiosis.server.api_errors import ApiError, busy, failed, wrong
 from symbiosis.server.api_keys import Tenant
 from symbiosis.server.openai_protocol import CompletionBody
 from symbiosis.server.request_record import begin
@@ -21,6 +22,7 @@ QUEUE_S = 0.2  # between two looks whether there is room
 KEPT_S = 120.0  # samples that nobody has fetched
 LOADS = 3  # times that an adapter is loaded again for one request
 BUSY = (429, 503)  # what passes by itself: it is waited for here, and not by the client
+MOST_TOKENS = 1 << 22  # of prompts of one key that wait here, or are sampled from
 
 
 class Chunk(msgspec.Struct):
@@ -85,10 +87,14 @@ class Samples:
     def __init__(self, front: ServingState) -> None:
         self._front = front
         self._tasks: dict[tuple[str, str], asyncio.Task[bytes | m.PromiseOutcome]] = {}  # by tenant and request
+        self._under_way, self._tokens = (
+            Counter[str](),
+            Counter[str](),
+        )  # of each tenant: requests, and tokens of their prompts
 
     async def begin(self, tenant: Tenant, ask: SampleRequest) -> dict[str, Any]:
         """Begin sampling, and return a promise. The same request of a session is begun once."""
-        _check(ask)
+        self._check(ask)
         adapter = await self._adapter(tenant, ask)
         numbered = ask.sampling_session_id is not None and ask.seq_id is not None
         id = f"{ask.sampling_session_id}/sample-{ask.seq_id}" if numbered else f"sample-{secrets.token_hex(8)}"
@@ -96,15 +102,39 @@ class Samples:
         if key not in self._tasks:
             body = ask.completion(adapter or self._front.options.model)
             openai_protocol.check(body)
-            task = self._tasks[key] = asyncio.create_task(self._run(tenant, ask, body))
-            loop = asyncio.get_running_loop()
-            task.add_done_callback(lambda _: loop.call_later(KEPT_S, self._tasks.pop, key, None))
+            self._begin(tenant, key, ask, body)
         return {"request_id": id, "sample_sequence_ids": [f"{id}/{number}" for number in range(ask.num_samples)]}
 
     async def _adapter(self, tenant: Tenant, ask: SampleRequest) -> str:
         """Return the adapter that answers, which is loaded then; nothing for the base."""
         which = m.Resolve(sampler_id=ask.sampling_session_id, model_path=ask.model_path, base_model=ask.base_model)
         return await self._front.remote.ask_training(str, tenant.name, which)
+
+    def _begin(self, tenant: Tenant, key: tuple[str, str], ask: SampleRequest, body: CompletionBody) -> None:
+        name, tokens = tenant.name, len(ask.tokens)
+        if self._under_way[name] >= self._front.options.max_requests or self._tokens[name] + tokens > MOST_TOKENS:
+            raise busy("so many samples of this key wait already: send it again when some have come", "share_of_key")
+        task = self._tasks[key] = asyncio.create_task(self._run(tenant, ask, body))
+        self._under_way[name] += 1
+        self._tokens[name] += tokens
+
+        def end(_: object) -> None:
+            for count, less in ((self._under_way, 1), (self._tokens, tokens)):
+                count[name] -= less
+                if not count[name]:
+                    del count[name]
+            asyncio.get_running_loop().call_later(KEPT_S, self._tasks.pop, key, None)
+
+        task.add_done_callback(end)
+
+    def _check(self, ask: SampleRequest) -> None:
+        """Refuse what can never be sampled, before anything is made of its sizes."""
+        _check(ask)
+        most, longest = self._front.options.max_requests, self._front.remote.welcome.longest
+        if ask.num_samples > most:
+            raise wrong(f"num_samples is at most {most}, and not {ask.num_samples}", "num_samples")
+        if len(ask.tokens) > longest:
+            raise wrong(f"the model takes {longest} tokens, and the prompt has {len(ask.tokens)}: shorten it", "prompt")
 
     def task(self, tenant: Tenant, id: str) -> "asyncio.Task[Any] | None":
         return self._tasks.get((tenant.name, id))
@@ -179,6 +209,9 @@ def _check(ask: SampleRequest) -> None:
         raise wrong(f"{name} is not supported here: topk_prompt_logprobs gives the most likely tokens", name)
     if ask.num_samples < 1:
         raise wrong("num_samples must be at least 1", "num_samples")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if getattr(ask, name) < 0:
+            raise wrong(f"{name} is a number from 0 on, and not {getattr(ask, name)}", name)
     last = ask.prompt_logprobs_last_n
     if last is not None and not (ask.prompt_logprobs and 1 <= last < len(ask.tokens)):
         raise wrong(
