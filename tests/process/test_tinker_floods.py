@@ -1,6 +1,7 @@
 """Tinker's API under a tenant that asks for as much as it can: what it takes is bounded, and others go on."""
 
 import importlib.util
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from tests.serving_api import Api, http_process
 if importlib.util.find_spec("tinker") is None:
     pytest.skip("needs the package tinker, for its descriptor", allow_module_level=True)
 
-from symbiosis.server.tinker import tinker_service
-from tests.process.test_tinker import KEYS, Client, error_of
+from symbiosis.server.tinker import disk_shares, tenant_runs, tinker_service
+from tests.process.test_tinker import KEYS, Client, datum, error_of
 
 FEW = 64  # completions that may be under way
 
@@ -30,7 +31,9 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     with (
         symbiosis.Executor("demo") as executor,
         Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25, name="demo") as engine,
-        symbiosis.training.Engine(executor.endpoint) as trainer,
+        symbiosis.training.Engine(
+            executor.endpoint, state=tinker_service.runs_folder(folder / "checkpoints")
+        ) as trainer,
     ):
         training = tinker_service.TrainingService(engine, trainer, folder / "checkpoints", "demo", str(DEMO_MODEL))
         try:
@@ -69,3 +72,54 @@ def test_samples_of_one_key_that_wait_are_bounded(api: Api) -> None:
     assert sent[200] >= FEW and sent[503] > 0 and sent.total() == sent[200] + sent[503], sent
     began = time.monotonic()
     assert anna.wait(anna.told("asample", **SAMPLE)) and time.monotonic() - began < 20
+
+
+def test_requests_that_wait_in_memory_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number 1 never comes, and what would come after it takes memory; when it comes, it is let in."""
+    monkeypatch.setattr(tenant_runs, "WAITING_BYTES", 8000)
+    bob, anna = Client(api, "bob"), Client(api)
+    run = bob.run()
+    sent = [bob.send_pass(run, number, datum()) for number in range(2, 40)]
+    refused = [answer for answer in sent if answer.status_code == 429]
+    assert 10 < len(refused) < 36 and "wait" in error_of(refused[0])
+    assert anna.trained(anna.run(), 1).metrics["loss:sum"] > 0
+    assert bob.trained(run, 1).metrics["loss:sum"] > 0
+    bob.post(f"sessions/{bob.session}/finish")
+
+
+def test_a_tenant_does_not_fill_the_disk(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has as much as it leaves free is asked to wait; others are not."""
+    bob, anna = Client(api, "bob"), Client(api)
+    run, other = bob.run(), anna.run()
+    for number in range(1, 6):
+        bob.wait(bob.told("save_weights", model_id=run, seq_id=number, path=f"{number}"))
+    saved = bob.get("checkpoints").json()["checkpoints"]
+    free = sum(each["size_bytes"] for each in saved)
+    monkeypatch.setattr(disk_shares, "COUNT_S", 0.0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 1 << 40, free))
+    full = bob.send_pass(run, 6)
+    assert full.status_code == 507 and "delete checkpoints" in error_of(full)
+    assert anna.trained(other, 1).metrics["loss:sum"] > 0
+    for each in saved:
+        path = each["tinker_path"].removeprefix("tinker://").replace("/", "/checkpoints/", 1)
+        assert bob.get(f"training_runs/{path}", "DELETE").status_code == 204
+    assert bob.trained(run, 6).metrics["loss:sum"] > 0
+
+
+def test_many_runs_of_one_do_not_keep_another_from_its_own(api: Api) -> None:
+    bob, anna = Client(api, "bob"), Client(api)
+    for number in range(40):
+        lora = {"rank": 4, "seed": 0}
+        bob.told("create_model", session_id=bob.session, model_seq_id=number, base_model="demo", lora_config=lora)
+    anna.run()
+    last = bob.post("get_info", model_id=f"{bob.session}:train:39")
+    assert last.status_code == 429 and "being made" in error_of(last)
+
+
+def test_runs_that_left_nothing_leave_no_folder(api: Api) -> None:
+    bob = Client(api, "bob")
+    kept, gone = bob.run(), bob.run()
+    bob.wait(bob.told("save_weights", model_id=kept, seq_id=1, path="one"))
+    bob.post(f"sessions/{bob.session}/finish")
+    assert bob.get(f"training_runs/{kept}").status_code == 200
+    assert bob.get(f"training_runs/{gone}").status_code == 404

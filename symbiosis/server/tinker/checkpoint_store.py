@@ -94,6 +94,15 @@ class CheckpointStore:
         self._of_run(run_id).mkdir(parents=True, exist_ok=True)
         write_facts(self._of_run(run_id) / RUN_FACTS, facts)
 
+    def end_run(self, run_id: str) -> None:
+        """Forget a run that has left no checkpoint."""
+        if next(self._all(run_id), None) is None:
+            shutil.rmtree(self._of_run(run_id), ignore_errors=True)
+
+    def folders(self, tenant: str) -> list[Path]:
+        """Return the folders of a tenant's runs."""
+        return [self._of_run(id) for id, _ in self.runs(tenant)]
+
     def run(self, run_id: str, tenant: str) -> RunFacts:
         """Return what is known of a run. Raises `TinkerRefusal` if there is none that is this tenant's."""
         facts = self.facts_of(run_id)

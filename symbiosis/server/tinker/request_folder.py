@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,17 +27,22 @@ class RequestFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._numbers = {int(each.name) for each in path.iterdir() if each.name.isdecimal()} if path.is_dir() else set()
+        there = [each for each in path.iterdir() if each.name.isdecimal()] if path.is_dir() else []
+        self._sizes = {int(each.name): each.stat().st_size for each in there}
 
     @property
     def numbers(self) -> list[int]:
-        return sorted(self._numbers)
+        return sorted(self._sizes)
 
-    def put(self, number: int, asked: AnyAsked) -> bool:
-        """Keep a request, and return whether it is new. Raises `TinkerRefusal` if another one has its number."""
+    def size_from(self, first: int) -> int:
+        """Return the bytes of the requests from a number on."""
+        return sum(size for number, size in list(self._sizes.items()) if number >= first)
+
+    def put(self, number: int, asked: AnyAsked, may_take: Callable[[int], object] = lambda nbytes: None) -> bool:
+        """Keep a request, and return whether it is new. Raises `TinkerRefusal` if another one has its number, and what `may_take` raises."""
         contents = msgspec.msgpack.encode(asked)
         with self._lock:
-            if number in self._numbers:
+            if number in self._sizes:
                 known = (self.path / str(number)).read_bytes()
                 # protobuf's maps have no order, and are read in another one by another process
                 if known != contents and requests.decode(known) != requests.decode(contents):
@@ -44,11 +50,12 @@ class RequestFolder:
                         f"number {number} of this run was another request: each has a number of its own, one more than the one before"
                     )
                 return False
+            may_take(len(contents))
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             part = self.path / f".{number}"
             part.write_bytes(contents)
             part.rename(self.path / str(number))
-            self._numbers.add(number)
+            self._sizes[number] = len(contents)
         return True
 
     def get(self, number: int) -> AnyAsked | None:
@@ -59,7 +66,7 @@ class RequestFolder:
 
     def drop(self, number: int) -> None:
         with self._lock:
-            self._numbers.discard(number)
+            self._sizes.pop(number, None)
             (self.path / str(number)).unlink(missing_ok=True)
 
     def remove(self) -> None:

@@ -13,6 +13,7 @@ from symbiosis.server.tinker.tenant_runs import TenantRuns
 from symbiosis.server.tinker.tinker_messages import TinkerRefusal
 from symbiosis.server.tinker.tinker_sessions import TinkerSessions
 
+SECRET_BYTES = 32
 URL_S = 3600  # a signed address is good for
 
 
@@ -27,9 +28,9 @@ class RunListing:
         self, checkpoints: CheckpointStore, sessions: TinkerSessions, runs: TenantRuns, samplers: Samplers, secret: Path
     ) -> None:
         self._checkpoints, self._sessions, self._runs, self._samplers = checkpoints, sessions, runs, samplers
-        if not secret.exists():
+        if not secret.exists() or secret.stat().st_size != SECRET_BYTES:  # a process was killed as it wrote it
             secret.touch(0o600)
-            secret.write_bytes(secrets.token_bytes(32))
+            secret.write_bytes(secrets.token_bytes(SECRET_BYTES))
         self._secret = secret.read_bytes()
 
     def weights(self, tenant: str, asked: m.WeightsInfo) -> Any:

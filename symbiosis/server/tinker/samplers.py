@@ -29,6 +29,7 @@ from symbiosis.serving.lora.adapter_files import read_adapter
 from symbiosis.serving.lora.publish import adapter_of, trained_in, weights_of
 from symbiosis.training import Run
 
+SAMPLERS = 16_384  # of one tenant, at a time
 SNAPSHOTS = 16  # of one run, that can be sampled from without a name
 LOADED = 512  # adapters in memory; others are read again
 SUFFIX = ".sampler.json"
@@ -165,6 +166,8 @@ class Samplers:
         return private_name(sampler.tenant, sampler.id if sampler.kind == "snapshot" else f"{sampler.run}:inflight")
 
     def _add(self, session: TinkerSession, sampler: Sampler) -> None:
+        if sum(each.tenant == sampler.tenant for each in list(self._samplers.values())) >= SAMPLERS:
+            raise TinkerRefusal(f"this key has {SAMPLERS} samplers: finish some of its sessions", 429)
         write_facts(session.folder / f"{sampler.id.rpartition(':')[2]}{SUFFIX}", sampler)
         with self._lock:
             self._samplers[sampler.id] = sampler

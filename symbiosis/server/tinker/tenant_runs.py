@@ -4,14 +4,16 @@ that is killed loses nothing."""
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+from symbiosis.server.ipc.tenant_threads import TenantThreads
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import CheckpointStore, RunFacts, StoredCheckpoint, private_name
+from symbiosis.server.tinker.disk_shares import DiskShares
 from symbiosis.server.tinker.lora_targets import lora_config
 from symbiosis.server.tinker.pass_data import kl_of_sampler, outcome_of_pass, pass_request
 from symbiosis.server.tinker.promises import outcome_after, outcome_of_error
@@ -25,6 +27,8 @@ from symbiosis.training import PassResult, Run
 from symbiosis.training.command_order import EARLY
 
 RUNS = 1024  # of one tenant, at a time
+RUN_BYTES = 1 << 16  # that a run takes on the disk when it begins, or more
+WAITING_BYTES = 256 << 20  # of one tenant's requests that are not done: their data are in memory
 
 
 @dataclass(eq=False)
@@ -58,15 +62,16 @@ class TenantRuns:
     """All runs of one server."""
 
     def __init__(
-        self, trainer: Trainer, config: Any, checkpoints: CheckpointStore, sessions: TinkerSessions, samplers: Samplers, model: str
+        self, trainer: Trainer, config: Any, checkpoints: CheckpointStore, sessions: TinkerSessions, samplers: Samplers, model: str,
+        shares: DiskShares,
     ) -> None:  # fmt: skip
-        self._trainer, self._config, self._model = trainer, config, model
+        self._trainer, self._config, self._model, self._shares = trainer, config, model, shares
         self._checkpoints, self._sessions, self._samplers = checkpoints, sessions, samplers
         self._runs: dict[str, TenantRun] = {}
         self._counters = TrainingCounters()
         self._lock = threading.Lock()  # held for moments only
         self._making = threading.Lock()  # PEFT draws from the one random state that there is
-        self._maker = ThreadPoolExecutor(2, thread_name_prefix="tinker-make")
+        self._makers = TenantThreads(2, "tinker-make")  # nobody waits behind all the runs that another begins
         self._go_on()
 
     def __iter__(self) -> Any:
@@ -100,15 +105,16 @@ class TenantRuns:
             with self._lock:
                 self._runs.pop(run.id, None)
             run.requests.remove()
+            self._checkpoints.end_run(run.id)
             for outcome in list(run.outcomes.values()):
                 with suppress(InvalidStateError):  # it is done
                     outcome.set_result(PromiseOutcome(error=why, category="user"))
             if run.run is not None:
-                self._maker.submit(run.run.close)
+                self._makers.submit(run.tenant, run.run.close)
             self._samplers.remove(private_name(run.tenant, run.id))
 
     def close(self) -> None:
-        self._maker.shutdown()
+        self._makers.close()
 
     # ------------------------------------------------------------- a run begins
 
@@ -147,6 +153,7 @@ class TenantRuns:
             raise TinkerRefusal(f"model_seq_id is a number from 0 on, and not {number}")
         id = f"{session.id}:train:{number}"
         promise = m.Promise(request_id=f"{id}/0", model_id=id)
+        self._shares.take(tenant, RUN_BYTES)
         with self._lock:
             if (known := self._runs.get(id)) is not None:
                 known.requests.put(0, asked)  # which must be the same
@@ -156,7 +163,7 @@ class TenantRuns:
             run = self._runs[id] = TenantRun(id, tenant, facts, RequestFolder(self._checkpoints.requests(id)))
         self._checkpoints.begin_run(id, facts)
         run.requests.put(0, asked)
-        self._maker.submit(self._make, run, False)
+        self._makers.submit(tenant, partial(self._make, run, False))
         return promise
 
     def _go_on(self) -> None:
@@ -169,9 +176,9 @@ class TenantRuns:
                 requests.remove()
                 continue
             run = self._runs[id] = TenantRun(id, facts.tenant, facts, requests)
-            self._maker.submit(self._make, run, id in there)
+            self._makers.submit(run.tenant, partial(self._make, run, id in there))
         for id in there - self._runs.keys():
-            self._maker.submit(self._trainer.open(id).close)
+            self._makers.submit("", self._trainer.open(id).close)
 
     def _make(self, run: TenantRun, is_there: bool) -> None:
         """Make a run, or open one that is there, and begin what it was asked for."""
@@ -217,7 +224,7 @@ class TenantRuns:
         if number >= (expected := run.trained.next_number) + EARLY:
             raise TinkerRefusal(f"seq_id {number} is far ahead: {expected} has not come yet", 429)
         try:
-            run.requests.put(number, asked)
+            run.requests.put(number, asked, lambda nbytes: self._check_room(run, number, nbytes))
         except FileNotFoundError:
             raise TinkerRefusal("the session of this run has ended: begin one from a checkpoint", 410) from None
         before = run.outcomes.get(number)
@@ -228,6 +235,14 @@ class TenantRuns:
                 run.requests.drop(old)
                 run.outcomes.pop(old, None)
         return m.Promise(request_id=f"{run.id}/{number}", model_id=run.id)
+
+    def _check_room(self, run: TenantRun, number: int, nbytes: int) -> None:
+        """Raise `TinkerRefusal` if a tenant has its part of memory and disk. What others wait for is let into memory."""
+        mine = [each for each in self if each.tenant == run.tenant and each.run is not None]
+        waiting = sum(each.requests.size_from(each.trained.next_number) for each in mine)
+        if number != run.trained.next_number and waiting + nbytes > WAITING_BYTES:
+            raise TinkerRefusal(f"{waiting} bytes of this key wait: send it again when some are done", 429)
+        self._shares.take(run.tenant, nbytes)
 
     def retrieve(self, tenant: str, asked: m.Retrieve) -> "Future[PromiseOutcome]":
         """Return the outcome of a promise."""

@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import CheckpointStore
+from symbiosis.server.tinker.disk_shares import DiskShares, free_at
 from symbiosis.server.tinker.run_listing import RunListing
 from symbiosis.server.tinker.samplers import Samplers
 from symbiosis.server.tinker.tenant_runs import TenantRuns
@@ -36,7 +38,8 @@ class TrainingService:
         self.checkpoints = CheckpointStore(folder)
         self._sessions = TinkerSessions(state / SESSIONS, self._forget)
         self._samplers = Samplers(engine, self.checkpoints, self._sessions, model)
-        self.runs = TenantRuns(trainer, engine.config, self.checkpoints, self._sessions, self._samplers, model)
+        shares = DiskShares(self._folders_of, partial(free_at, folder))
+        self.runs = TenantRuns(trainer, engine.config, self.checkpoints, self._sessions, self._samplers, model, shares)
         listing = RunListing(self.checkpoints, self._sessions, self.runs, self._samplers, state / SECRET)
         self._closing = threading.Event()
         sessions, runs, samplers = self._sessions, self.runs, self._samplers
@@ -67,6 +70,12 @@ class TrainingService:
             self._sessions.end_silent()
             for gone in self.checkpoints.delete_expired():
                 self._samplers.forget_checkpoint(gone)
+
+    def _folders_of(self, tenant: str) -> list[Path]:
+        """Return what a tenant has on the disk: its runs, what the trainer keeps of those, and its sessions."""
+        runs = self.checkpoints.folders(tenant)
+        kept = [runs_folder(self.checkpoints.folder) / each.id for each in self.runs if each.tenant == tenant]
+        return [*runs, *kept, *(each.folder for each in self._sessions if each.tenant == tenant)]
 
     def _forget(self, session: TinkerSession, why: str) -> None:
         self.runs.forget_session(session, why)
