@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ if importlib.util.find_spec("tinker") is None:
     pytest.skip("needs the package tinker, for its descriptor", allow_module_level=True)
 
 from symbiosis.server.tinker import disk_shares, tenant_runs, tinker_service
-from tests.process.test_tinker import KEYS, Client, datum, error_of
+from tests.process.test_tinker import KEYS, Client, datum, error_of, served
 
 FEW = 64  # completions that may be under way
 
@@ -123,3 +124,13 @@ def test_runs_that_left_nothing_leave_no_folder(api: Api) -> None:
     bob.post(f"sessions/{bob.session}/finish")
     assert bob.get(f"training_runs/{kept}").status_code == 200
     assert bob.get(f"training_runs/{gone}").status_code == 404
+
+
+def test_what_is_damaged_among_the_runs_keeps_no_server_from_starting(tmp_path: Path) -> None:
+    runs = tinker_service.runs_folder(tmp_path / "checkpoints")
+    (runs / "bad").mkdir(parents=True)
+    (runs / "bad" / "run.json").write_text("[]")
+    (runs / "a file").touch()
+    with served(tmp_path) as api:
+        client = Client(api)
+        assert client.trained(client.run(), 1).metrics["loss:sum"] > 0

@@ -1,6 +1,7 @@
 """The runs of all tenants, and their requests. What was promised is on disk before it is promised, and the engine does each number once: so a process
 that is killed loses nothing."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+from symbiosis.errors import SymbiosisError
 from symbiosis.server.ipc.tenant_threads import TenantThreads
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import CheckpointStore, RunFacts, StoredCheckpoint, private_name
@@ -25,6 +27,8 @@ from symbiosis.server.tinker.training_figures import RunFigures, TenantTraining,
 from symbiosis.training import Engine as Trainer
 from symbiosis.training import PassResult, Run
 from symbiosis.training.command_order import EARLY
+
+logger = logging.getLogger("symbiosis")
 
 RUNS = 1024  # of one tenant, at a time
 RUN_BYTES = 1 << 16  # that a run takes on the disk when it begins, or more
@@ -178,7 +182,14 @@ class TenantRuns:
             run = self._runs[id] = TenantRun(id, facts.tenant, facts, requests)
             self._makers.submit(run.tenant, partial(self._make, run, id in there))
         for id in there - self._runs.keys():
-            self._makers.submit("", self._trainer.open(id).close)
+            self._makers.submit("", partial(self._remove, id))
+
+    def _remove(self, id: str) -> None:
+        """Remove what the trainer has of a run that nobody can ask for. What is damaged stays, and keeps nobody from being served."""
+        try:
+            self._trainer.open(id).close()
+        except (SymbiosisError, OSError) as error:
+            logger.warning("what is left of the run %s cannot be removed: %s", id, error)
 
     def _make(self, run: TenantRun, is_there: bool) -> None:
         """Make a run, or open one that is there, and begin what it was asked for."""
