@@ -33,7 +33,10 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
         symbiosis.Executor("demo") as executor,
         Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25, name="demo") as engine,
         symbiosis.training.Engine(
-            executor.endpoint, state=tinker_service.runs_folder(folder / "checkpoints")
+            executor.endpoint,
+            state=tinker_service.runs_folder(folder / "checkpoints"),
+            max_waiting=FEW,
+            room_wait=tinker_service.ROOM_WAIT_S,
         ) as trainer,
     ):
         training = tinker_service.TrainingService(engine, trainer, folder / "checkpoints", "demo", str(DEMO_MODEL))
@@ -73,6 +76,27 @@ def test_samples_of_one_key_that_wait_are_bounded(api: Api) -> None:
     assert sent[200] >= FEW and sent[503] > 0 and sent.total() == sent[200] + sent[503], sent
     began = time.monotonic()
     assert anna.wait(anna.told("asample", **SAMPLE)) and time.monotonic() - began < 20
+
+
+def test_who_has_its_part_of_what_may_wait_is_told_at_once(api: Api) -> None:
+    """Number 1 never comes. No thread waits for room, so others, and what else this key asks for, are answered."""
+    bob, anna = Client(api, "bob"), Client(api)
+    run, other = bob.run(), bob.run()
+    sent = Counter(bob.send_pass(run, number).status_code for number in range(2, FEW))
+    assert sent[200] == FEW // 2 and sent[429] == FEW // 2 - 2, sent
+    late = bob.send_pass(other, 1)
+    assert late.status_code == 429 and "wait already" in error_of(late)
+    began = time.monotonic()
+    bob.told("get_info", model_id=run)
+    assert anna.trained(anna.run(), 1).metrics["loss:sum"] > 0
+    assert time.monotonic() - began < 20
+    for number in range(1, FEW):
+        sent = bob.send_pass(run, number)
+        while sent.status_code == 429:
+            time.sleep(0.05)
+            sent = bob.send_pass(run, number)
+        assert sent.status_code == 200
+    assert bob.trained(other, 1).metrics["loss:sum"] > 0
 
 
 def test_requests_that_wait_in_memory_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +139,8 @@ def test_many_runs_of_one_do_not_keep_another_from_its_own(api: Api) -> None:
     anna.run()
     last = bob.post("get_info", model_id=f"{bob.session}:train:39")
     assert last.status_code == 429 and "being made" in error_of(last)
+    bob.post(f"sessions/{bob.session}/finish")
+    Client(api, "bob").run()  # and does not wait for what nobody wants any more
 
 
 def test_runs_that_left_nothing_leave_no_folder(api: Api) -> None:

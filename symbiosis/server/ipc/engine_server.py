@@ -16,7 +16,7 @@ import msgspec
 
 from symbiosis.base.logs import Tracebacks, about_request
 from symbiosis.base.pulse import BEAT_S, Pulse
-from symbiosis.errors import AdapterError, ConfigError, SymbiosisError, UnknownAdapter
+from symbiosis.errors import AdapterError, Busy, ConfigError, SymbiosisError, UnknownAdapter
 from symbiosis.server.ipc.engine_ipc import (
     LENGTH,
     AdapterInfo,
@@ -270,6 +270,8 @@ def _said(error: Exception) -> tuple[str, int]:
     """Return what a client is told of an error, and the status of HTTP."""
     if isinstance(error, TinkerRefusal):
         return str(error), error.status
+    if isinstance(error, Busy):
+        return str(error), HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, SymbiosisError):
         status = HTTPStatus.NOT_FOUND if isinstance(error, UnknownAdapter) else HTTPStatus.BAD_REQUEST
         return without_paths(str(error)), status

@@ -197,11 +197,13 @@ class ServeProcesses:
             yield
             return
         from symbiosis import training
-        from symbiosis.server.tinker.tinker_service import ORDER_WAIT_S, TrainingService, runs_folder
+        from symbiosis.server.tinker.tinker_service import ORDER_WAIT_S, ROOM_WAIT_S, TrainingService, runs_folder
 
         options = self._options
         state = runs_folder(checkpoints_of(options))
-        with training.Engine(endpoint, wait=options.wait_s, state=state, order_wait=ORDER_WAIT_S) as trainer:
+        with training.Engine(
+            endpoint, wait=options.wait_s, state=state, order_wait=ORDER_WAIT_S, room_wait=ROOM_WAIT_S
+        ) as trainer:
             tokenizer = (
                 str(options.model)
                 if options.model != "demo" and path_of(str(options.model)) is None

@@ -291,7 +291,7 @@ def _refused(data: bytes, wrong: ApiError) -> m.RefusedRequest:
     """Return what uses up the number of a request that is wrong. Raises what is wrong if it has none."""
     try:
         numbered = msgspec.json.decode(data, type=m.RefusedRequest)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         raise wrong from None
     return msgspec.structs.replace(numbered, refusal=str(wrong))
 

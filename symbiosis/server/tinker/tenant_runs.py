@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import Busy, SymbiosisError
 from symbiosis.server.ipc.tenant_threads import TenantThreads
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import CheckpointStore, RunFacts, StoredCheckpoint, private_name
@@ -31,6 +31,7 @@ from symbiosis.training.command_order import EARLY
 logger = logging.getLogger("symbiosis")
 
 RUNS = 1024  # of one tenant, at a time
+LOOK_S = 0.2  # between two tries to make a run
 RUN_BYTES = 1 << 16  # that a run takes on the disk when it begins, or more
 WAITING_BYTES = 256 << 20  # of one tenant's requests that are not done: their data are in memory
 
@@ -193,9 +194,14 @@ class TenantRuns:
 
     def _make(self, run: TenantRun, is_there: bool) -> None:
         """Make a run, or open one that is there, and begin what it was asked for."""
+        if run.id not in self._runs:
+            run.created.set_result(PromiseOutcome(error="its session has ended", category="user"))
+            return
         asked = run.requests.get(0)
         body = {"type": "create_model", "model_id": run.id}
         try:
+            if not self._trainer.has_room(run.tenant):
+                raise Busy("its tenant has its part of what may wait")
             if isinstance(asked, m.LoadWeights):
                 body = {"type": "load_weights", "model_id": run.id, "path": asked.path}
             run.run = self._trainer.open(run.id) if is_there else self._new(run, asked)
@@ -240,7 +246,11 @@ class TenantRuns:
             raise TinkerRefusal("the session of this run has ended: begin one from a checkpoint", 410) from None
         before = run.outcomes.get(number)
         if before is None or (before.done() and number >= run.trained.next_number):  # it has waited in vain
-            self._outcome(run, number, asked)
+            try:
+                self._outcome(run, number, asked)
+            except Busy as busy:
+                run.requests.drop(number)
+                raise TinkerRefusal(str(busy), 429) from None
         for old in run.requests.numbers:
             if 0 < old < kept:
                 run.requests.drop(old)
@@ -272,10 +282,11 @@ class TenantRuns:
         asked = asked or run.requests.get(number)
         if asked is None:
             raise TinkerRefusal("nothing is known of this request: send it again", 410)
+        submit = partial(run.trained.submit, number)
         try:
-            outcome = self._verbs[type(asked)](self, run, partial(run.trained.submit, number), asked)
+            outcome = self._verbs[type(asked)](self, run, submit, asked)
         except TinkerRefusal as wrong:
-            outcome = outcome_after(run.trained.submit(number, "call", partial(_refuse, wrong)), _nothing)
+            outcome = outcome_after(submit("call", partial(_refuse, wrong)), _nothing)
         run.outcomes[number] = outcome
         return outcome
 

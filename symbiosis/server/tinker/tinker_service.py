@@ -17,6 +17,7 @@ from symbiosis.serving import Engine
 from symbiosis.training import Engine as Trainer
 
 LOOK_EVERY_S = 5.0
+ROOM_WAIT_S = 0.0  # a key that has its part of what may wait is told at once: no thread waits for it
 ORDER_WAIT_S = 600.0  # a request waits so long for one before it: the SDK tries to send it for 300 s
 STATE, RUNS, SESSIONS, SECRET = "state", "runs", "sessions", "secret"  # within the folder of checkpoints
 
