@@ -88,6 +88,8 @@ def test_who_has_its_part_of_what_may_wait_is_told_at_once(api: Api) -> None:
     assert late.status_code == 429 and "wait already" in error_of(late)
     began = time.monotonic()
     bob.told("get_info", model_id=run)
+    lora = {"rank": 4, "seed": 0}
+    made = bob.told("create_model", session_id=bob.session, model_seq_id=9, base_model="demo", lora_config=lora)
     assert anna.trained(anna.run(), 1).metrics["loss:sum"] > 0
     assert time.monotonic() - began < 20
     for number in range(1, FEW):
@@ -97,6 +99,7 @@ def test_who_has_its_part_of_what_may_wait_is_told_at_once(api: Api) -> None:
             sent = bob.send_pass(run, number)
         assert sent.status_code == 200
     assert bob.trained(other, 1).metrics["loss:sum"] > 0
+    assert bob.wait(made)["model_id"] == made["model_id"]  # when there was room
 
 
 def test_requests_that_wait_in_memory_are_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,11 @@ class TenantRuns:
                 body = {"type": "load_weights", "model_id": run.id, "path": asked.path}
             run.run = self._trainer.open(run.id) if is_there else self._new(run, asked)
             outcome = PromiseOutcome(body=body)
+        except Busy:
+            time.sleep(LOOK_S)
+            with suppress(RuntimeError):  # the server ends
+                self._makers.submit(run.tenant, partial(self._make, run, is_there))
+            return
         except Exception as error:
             outcome = outcome_of_error(error)
         run.created.set_result(outcome)
@@ -214,9 +219,10 @@ class TenantRuns:
         if run.id not in self._runs:  # its session has ended meanwhile
             run.run.close()
             return
-        for number in run.requests.numbers:
-            if number >= run.trained.next_number:
-                self._outcome(run, number)
+        with suppress(Busy):  # those that are left are begun when somebody asks for their outcomes
+            for number in run.requests.numbers:
+                if number >= run.trained.next_number:
+                    self._outcome(run, number)
 
     def _new(self, run: TenantRun, asked: Any) -> Run:
         with self._making:
