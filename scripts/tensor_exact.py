@@ -276,7 +276,7 @@ def compare(family: str, ranks: tuple[int, ...], requests: int, kills: int) -> I
                     yield Result(
                         family, count, different(ours, expected), furthest(ours, expected), different(killed, expected), kills, longest,
                         off_formula(engine, model, count), weights_over_share(engine, model, count), served.arena.page_bytes * count / page_bytes,
-                        figures.adapter_bytes / alone.adapter_bytes, told,
+                        figures.adapter_bytes / alone.adapter_bytes / count, told,
                     )  # fmt: skip
                     print(
                         f"{family} over {count} ranks: {figures.steps} steps, {figures.evictions} evictions, {figures.adapter_fetches} fetches",

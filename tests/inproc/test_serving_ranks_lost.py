@@ -72,8 +72,8 @@ def texts(engine: Engine) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("launched", "read"),
-    [((1,), ()), ((7,), ()), ((), (1,)), ((), (9,)), ((4, 12), (15,))],
-    ids=["the first", "a later one", "the first, when it is read", "a later one, when it is read", "several"],
+    [((1,), ()), ((7,), ()), ((), (1,)), ((), (9,)), ((4, 12), (15,)), ((4, 5), ())],
+    ids=["the first", "a later one", "the first, when it is read", "a later one, when it is read", "several", "twice"],
 )
 def test_texts_are_the_same(engine: Engine, launched: tuple[int, ...], read: tuple[int, ...]) -> None:
     expected = texts(engine)
@@ -82,11 +82,11 @@ def test_texts_are_the_same(engine: Engine, launched: tuple[int, ...], read: tup
     assert loses.restarts == len(launched) + len(read)
 
 
-def test_a_request_with_which_ranks_are_lost_twice_ends(engine: Engine) -> None:
-    loses = Loses(engine, launched=(3, 4))
-    with pytest.raises(GenerationFailed, match="ranks were lost twice with it: a rank died"):
+def test_a_request_with_which_ranks_are_lost_again_and_again_ends(engine: Engine) -> None:
+    loses = Loses(engine, launched=(3, 4, 5))
+    with pytest.raises(GenerationFailed, match="ranks were lost 3 times with it: a rank died"):
         engine.generate(list(PROMPTS[0]), max_tokens=8)
-    eventually(lambda: loses.restarts == 2)
+    eventually(lambda: loses.restarts == 3)
     assert len(engine.generate(list(PROMPTS[0]), max_tokens=8).tokens) > 0  # others go on
 
 

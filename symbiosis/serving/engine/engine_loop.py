@@ -29,6 +29,7 @@ logger = logging.getLogger("symbiosis")
 IDLE_S = 0.001  # between looks at adapters on their way
 # seconds of messages between two steps: however many one client sends, the streams of the others go on. A step of a large model takes longer
 MESSAGES_S = 0.004
+MOST_LOST = 3  # times that ranks are lost with rows of a request, before it ends
 LITTLE = 64 << 20  # bytes, which the host has to be asked for: where these cannot be had, requests fail one by one
 
 
@@ -61,7 +62,9 @@ class Loop:
         self.is_starved = False  # a step has failed, and no memory can be had
         self._launched: InflightStep | None = None
         self._following: InflightStep | None = None  # launched behind it
-        self._failed_once: set[Sequence] = set()  # with which ranks were lost last
+        self._lost_with = Counter[
+            Sequence
+        ]()  # how often ranks were lost with rows of a sequence, since it was computed last
         self._lives = 0  # how often ranks were started again
         self.has_lost_ranks = False  # for good
         self._suspects = StepBisect()
@@ -187,7 +190,8 @@ class Loop:
         told = list(zip(places.items(), chosen.tokens(), strict=True))
         self._served.check()
         self._launched = None
-        self._failed_once -= places.keys()
+        for segment in step.segments if self._lost_with else ():
+            self._lost_with.pop(segment.sequence, None)
         for (sequence, place), token in told:
             if token is not None:
                 sequence.tokens[place] = token.id
@@ -231,8 +235,8 @@ class Loop:
         return None
 
     def _begin_anew(self, lost: RanksLost, step: SchedulerOutput | None = None) -> None:
-        """Start the other ranks again. What they computed is lost, and computed again. A request ends only if its rows were in two steps, one after
-        the other, with which ranks were lost."""
+        """Start the other ranks again. What they computed is lost, and computed again. A request ends only if ranks are lost again and again with its
+        rows."""
         logger.error("%s: all ranks are started again, and requests go on", lost)
         voided = [each for each in (self._launched, self._following) if each is not None]
         self._launched = self._following = None
@@ -240,10 +244,11 @@ class Loop:
             for sequence, place in inflight.places.items():
                 del sequence.tokens[place:]
         steps = [each.step for each in voided] + ([step] if step is not None else [])
-        failed = {segment.sequence for each in steps for segment in each.segments}
-        for sequence in failed & self._failed_once:
-            self.end(sequence.request.id, Finish.ERROR, f"ranks were lost twice with it: {lost}")
-        self._failed_once = failed
+        self._lost_with.update({segment.sequence for each in steps for segment in each.segments})
+        for sequence, times in list(self._lost_with.items()):
+            if times >= MOST_LOST or sequence.has_ended:
+                del self._lost_with[sequence]
+                self.end(sequence.request.id, Finish.ERROR, f"ranks were lost {times} times with it: {lost}")
         self._lives += 1
         self._scheduler.begin_anew()
         try:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.base.memory import free_memory, whole_memory
+from symbiosis.errors import SymbiosisError
 from symbiosis.offload.logit_check import place_of, text_config
 from symbiosis.serving.kv_cache.block_manager import BlockManager
 from symbiosis.serving.kv_cache.paged_memory import KvShape, PagedMemory
@@ -20,7 +21,7 @@ class GaveWay(Exception):
     """A step was not computed to its end, because something else comes first. Its rows can be computed again."""
 
 
-class RanksLost(Exception):
+class RanksLost(SymbiosisError):
     """Other ranks of a divided model have died or hang, and what was being computed is void. `ModelRunner.restart` starts them again."""
 
 

@@ -47,8 +47,8 @@ def _of_part(part: Part, layer: DividedLayer | None, rank: int) -> Part:
     return Part(mine(part.down), part.up, mine(part.before), part.gain, shift)
 
 
-def written(contents: AdapterContents) -> int:
-    """Write the tensors of an adapter to memory, and return its descriptor."""
+def tensors_of(contents: AdapterContents) -> dict[str, Tensor]:
+    """Return the tensors of an adapter, by names from which `read` knows what they are."""
     tensors = {
         f"{what}:{name}": t
         for name, part in contents.parts.items()
@@ -59,9 +59,14 @@ def written(contents: AdapterContents) -> int:
         tensors[PROMPT] = contents.prompt
     for layer, pair in enumerate(contents.prefix):
         tensors |= {f"{PREFIX}{number}:{layer}": t for number, t in enumerate(pair)}
+    return tensors
+
+
+def written(contents: AdapterContents) -> int:
+    """Write the tensors of an adapter to memory, and return its descriptor."""
     memory = os.memfd_create("symbiosis-adapter", os.MFD_CLOEXEC)
     with os.fdopen(os.dup(memory), "wb") as file:
-        file.write(save({name: t.contiguous() for name, t in tensors.items()}))
+        file.write(save({name: t.contiguous() for name, t in tensors_of(contents).items()}))
     return memory
 
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence as Items
 from contextlib import suppress
+from dataclasses import replace as replaced
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from symbiosis.serving.lora.loader import AdapterContents, placed
 from symbiosis.serving.runner.model_runner import RanksLost
 from symbiosis.serving.runner.paged_runner import CannotBatch, logits_of_probes
 from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput, Sequence
-from symbiosis.serving.tensor_parallel.adapter_pieces import piece_of, written
+from symbiosis.serving.tensor_parallel.adapter_pieces import piece_of, tensors_of, written
 from symbiosis.serving.tensor_parallel.collectives import Collectives
 from symbiosis.serving.tensor_parallel.division import INSTEAD
 from symbiosis.serving.tensor_parallel.followers import Followers, must_be_reachable, threads_of_a_rank
@@ -203,13 +204,18 @@ class LeadingRunner(RankRunner):
         number = next(self._numbers)
         told = AdapterPiece(number, contents.name, contents.kind, contents.version)
         handed = HandedAdapter([told] * (len(pieces) - 1), [written(each) for each in pieces[1:]])
+        nbytes = sum(t.nbytes for piece in pieces for t in tensors_of(piece).values())
         with self._handing:
-            self._steps.note_adapter(mine, number)  # from here on, nobody wants it if it goes
-            pages = max(mine.pages, self._followers.load(handed.pieces, handed.memories))
-            if pages > self.arena.pool.total // 2:
-                raise AdapterError(
-                    f"it takes {pages} pages on a rank, more than half of its memory: give the server more memory"
-                )
-            object.__setattr__(mine, "pages", pages)  # nobody has it yet
-            self._handed[mine] = handed
-        return mine
+            try:
+                pages = max(mine.pages, self._followers.load(handed.pieces, handed.memories))
+                if pages > self.arena.pool.total // 2:
+                    raise AdapterError(
+                        f"it takes {pages} pages on a rank, more than half of its memory: give the server more memory"
+                    )
+            except BaseException:
+                self._steps.unwanted(number)
+                raise
+            made = replaced(mine, pages=pages, bytes=nbytes)
+            self._steps.note_adapter(made, number)
+            self._handed[made] = handed
+        return made

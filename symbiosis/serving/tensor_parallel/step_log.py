@@ -66,7 +66,11 @@ class StepLog:
     def note_adapter(self, adapter: LoadedAdapter, number: int) -> None:
         """Note by which number ranks know an adapter."""
         self._numbers[adapter] = number
-        finalize(adapter, self._unwanted.append, number)
+        finalize(adapter, self.unwanted, number)
+
+    def unwanted(self, number: int) -> None:
+        """Note that nobody has this adapter any more."""
+        self._unwanted.append(number)
 
     def put(self, adapter: LoadedAdapter, pages: list[int]) -> None:
         """Note that an adapter has come to these pages."""
