@@ -1,6 +1,7 @@
 """The routes: OpenAI's, vLLM's for adapters, and those for operators."""
 
 import os
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -16,12 +17,14 @@ from symbiosis.build import build
 from symbiosis.server import api_app, openai_protocol, page
 from symbiosis.server.api_app import Api, json_response
 from symbiosis.server.api_errors import ApiError, storing, unknown_model, wrong
-from symbiosis.server.api_keys import Admission
+from symbiosis.server.api_keys import Admission, Tenant
 from symbiosis.server.generation import Generation
 from symbiosis.server.ipc.engine_ipc import AdapterInfo
 from symbiosis.server.long_reply import LongReply
 from symbiosis.server.prompts import content_of
-from symbiosis.server.response_format import ChatWords, CompletionWords, Words
+from symbiosis.server.response_format import ChatWords, CompletionWords, Fields, Words
+from symbiosis.server.responses_protocol import ResponsesBody
+from symbiosis.server.responses_reply import ResponsesReply, messages_after
 from symbiosis.server.serving_state import ServingState
 from symbiosis.server.tinker.checkpoint_store import PRIVATE
 from symbiosis.server.tinker.tinker_messages import GetFigures
@@ -32,6 +35,7 @@ from symbiosis.server.tools import ToolUse, call_format, check_use, grammar_of
 from symbiosis.serving.lora.adapter import IS_THE_BASE
 from symbiosis.serving.request import Guide
 
+Reply = Callable[[ServingState, Admission, openai_protocol.Body, Words, Generation], ASGIApp]
 SEND_IT = "put it there, or send the adapter itself with PUT /v1/adapters/NAME"
 
 
@@ -54,6 +58,9 @@ def make_app(front: ServingState) -> ASGIApp:
     table = [
         ("POST", "/v1/completions", completions),
         ("POST", "/v1/chat/completions", chat),
+        ("POST", "/v1/responses", responses),
+        ("GET", "/v1/responses/{id}", one_response),
+        ("DELETE", "/v1/responses/{id}", delete_response),
         ("POST", "/tokenize", tokenize),
         ("POST", "/detokenize", detokenize),
         ("GET", "/v1/models", models),
@@ -127,11 +134,18 @@ async def chat(front: ServingState, request: Request) -> ASGIApp:
     tenant.check(1, front.keys.clock())
     data = await front.bodies.read(request, front.options.max_body_bytes)
     body = openai_protocol.read(openai_protocol.ChatBody, data)
+    return await _answered(front, request, tenant, body, len(data), _reply)
+
+
+async def _answered(
+    front: ServingState, request: Request, tenant: Tenant, body: openai_protocol.ChatBody, size: int, reply: Reply
+) -> ASGIApp:
+    """Answer a chat whose body was so large."""
     most = front.remote.welcome.most_tokens if body.wanted is None else body.wanted
     adapter = await front.adapter(tenant, body.model)
     with front.admitted(tenant, body, 1, most) as admission:
-        made = await front.made(request, tenant, len(data), body.n, lambda: _chat(front, admission, body, adapter))
-        return _reply(front, admission, body, *made)
+        made = await front.made(request, tenant, size, body.n, lambda: _chat(front, admission, body, adapter))
+        return reply(front, admission, body, *made)
 
 
 def _chat(
@@ -184,6 +198,42 @@ def _reply(
     admission.reserve(generation.prompt_tokens + generation.completion_tokens + generation.most_tokens)
     generation.begin()
     return LongReply(generation, words, body, admission.end)
+
+
+async def responses(front: ServingState, request: Request) -> ASGIApp:
+    tenant = front.tenant(request)
+    tenant.check(1, front.keys.clock())
+    data = await front.bodies.read(request, front.options.max_body_bytes)
+    body = openai_protocol.read(ResponsesBody, data)
+    id = body.previous_response_id
+    before = front.responses.messages(tenant.name, id) if id is not None else []
+
+    def keep(response: Fields) -> None:
+        if body.store is not False:
+            messages = messages_after(body, before, response["output"])
+            front.responses.put(tenant.name, response["id"], response, messages)
+
+    def reply(
+        front: ServingState, admission: Admission, chat: openai_protocol.Body, words: Words, generation: Generation
+    ) -> ASGIApp:
+        admission.reserve(generation.prompt_tokens + generation.completion_tokens + generation.most_tokens)
+        generation.begin()
+        assert isinstance(words, ChatWords)
+        return ResponsesReply(generation, words, body, keep, admission.end)
+
+    return await _answered(front, request, tenant, body.chat(before), len(data), reply)
+
+
+async def one_response(front: ServingState, request: Request) -> ASGIApp:
+    tenant = front.tenant(request)
+    stored = front.responses.response(tenant.name, request.path_params["id"])
+    return Response(stored, media_type="application/json")
+
+
+async def delete_response(front: ServingState, request: Request) -> ASGIApp:
+    tenant, id = front.tenant(request), request.path_params["id"]
+    front.responses.remove(tenant.name, id)
+    return json_response({"id": id, "object": "response", "deleted": True})
 
 
 async def models(front: ServingState, request: Request) -> ASGIApp:

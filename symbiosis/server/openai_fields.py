@@ -1,6 +1,7 @@
 """OpenAI's fields that this server does not act on: which of them are taken all the same, and why the others are refused. All others of OpenAI's
 are honoured, and what nobody knows is refused."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -29,11 +30,31 @@ DEFAULTS: dict[str, tuple[tuple[Any, ...], str]] = {  # refused, but for values 
     "web_search_options": ((), "the model searches nothing"),
     "include_obfuscation": ((False,), "events are not obfuscated"),
 }
+OF_RESPONSES: dict[str, tuple[tuple[Any, ...], str]] = {  # of /v1/responses, besides; in the same way
+    "background": ((False,), "an answer comes to who has asked for it"),
+    "context_management": (([],), "what does not fit is refused"),
+    "conversation": ((), "previous_response_id goes on from a response"),
+    "image": ((), "this server reads no images"),
+    "include": (([],), "there is nothing more to tell; chats tell log probabilities"),
+    "max_tool_calls": ((), "the server runs no tools"),
+    "prompt": ((), "there are no stored prompts: send its text"),
+    "reasoning": (
+        ({}, {"effort": None}, {"effort": None, "summary": None}),
+        "models think as their template says: chat_template_kwargs of a chat",
+    ),
+    "stream_options": (({}, {"include_obfuscation": False}), "events are not obfuscated, and usage comes at the end"),
+    "top_logprobs": ((0,), "chats tell log probabilities"),
+    "truncation": (("disabled",), "what does not fit is refused"),
+    "access_programs": ((), "there are none"),
+    "background_options": ((), "nothing runs in the background"),
+}
 LONGEST_DEFAULT = 100  # bytes of a value that means what is done anyway
 
 
-def check_default(name: str, written: msgspec.Raw) -> None:
-    """Raise `ApiError` for a field of DEFAULTS that asks for something else. It may be large: nothing is made of it.
+def check_default(
+    name: str, written: msgspec.Raw, fields: Mapping[str, tuple[tuple[Any, ...], str]] = DEFAULTS
+) -> None:
+    """Raise `ApiError` for a field of DEFAULTS, or of others, that asks for something else. It may be large: nothing is made of it.
 
     >>> check_default("store", msgspec.Raw(b"false"))
     >>> check_default("store", msgspec.Raw(b"true"))
@@ -42,7 +63,7 @@ def check_default(name: str, written: msgspec.Raw) -> None:
     """
     if (given := bytes(written)) in (b"", b"null"):
         return
-    defaults, reason = DEFAULTS[name]
+    defaults, reason = fields[name]
     if len(given) <= LONGEST_DEFAULT and msgspec.json.decode(given) in defaults:
         return
     but = f", but for {' or '.join(msgspec.json.encode(each).decode() for each in defaults)}" if defaults else ""

@@ -193,6 +193,7 @@ MOST = {  # what fields hold at most: it is counted before anything is made of t
     "guided_choice": Most(1 << 16, 1, 1 << 16, SHORT),
     "tools": Most(1 << 16, 1 << 16, 1 << 16, 1 << 20),
     "tool_choice": Most(16, 4, 16, LITTLE),
+    "input": Most(8 * COUNTS["messages"], 4 * COUNTS["messages"], 16 * COUNTS["messages"]),
     "messages": Most(8 * COUNTS["messages"], 4 * COUNTS["messages"], 16 * COUNTS["messages"]),
     "prompt": Most(MOST_PROMPTS, 1 + MOST_PROMPTS, MOST_VALUES),
     "continuation": Most(16, 3 + MOST_PROMPTS, MOST_VALUES),

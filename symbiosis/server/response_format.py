@@ -88,7 +88,7 @@ class ChatWords(Words):
                 self._parser(index).add(text)
 
     def choice(self, delta: Delta) -> Fields:
-        text, calls = self._read(delta)
+        text, calls = self.read(delta)
         text = self.echo + text
         message: Fields = {"role": "assistant", "content": text, "refusal": None}
         if calls:
@@ -96,7 +96,7 @@ class ChatWords(Words):
         return {"index": delta.choice, "message": message, **self._ending(delta)}
 
     def part(self, delta: Delta) -> Fields:
-        text, calls = self._read(delta)
+        text, calls = self.read(delta)
         gained: Fields = {"content": text} if text else {}
         if calls:
             gained["tool_calls"] = calls
@@ -108,7 +108,7 @@ class ChatWords(Words):
             self._parsers[index] = self._new_parser()
         return self._parsers[index]
 
-    def _read(self, delta: Delta) -> tuple[str, list[Fields]]:
+    def read(self, delta: Delta) -> tuple[str, list[Fields]]:
         """Return what a text has gained: content, and parts of calls, as a stream tells them."""
         if self._new_parser is None:
             return delta.text, []

@@ -23,6 +23,7 @@ from symbiosis.server.labelled_figures import Key
 from symbiosis.server.openai_protocol import AS_ASKED, AS_CHAT, Body, ChatBody, Continuation, refused
 from symbiosis.server.prompts import Prompts, too_long
 from symbiosis.server.request_record import this_request
+from symbiosis.server.response_store import ResponseStore
 from symbiosis.server.tinker.checkpoint_store import PRIVATE, RUN
 from symbiosis.server.tinker.tinker_messages import GetTotals, Resolve
 from symbiosis.server.tinker.training_figures import TenantTraining
@@ -51,6 +52,7 @@ class ServingState(ApiState):
         self.prompts = Prompts(tokenizer, remote.welcome.longest, remote.welcome.vocabulary, options.max_requests)
         self.tool_format = options.tool_parser or format_of(self.prompts.template)
         self.uploads = Path(options.uploads or user_folder(Use.TEMPORARY, make=True))  # for adapters that are sent
+        self.responses = ResponseStore()
         self.started = int(time.time())
         self._prepared = self._prompts = (
             0  # completions that the engine has not been asked for yet, and of how many prompts

@@ -40,13 +40,13 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     function: Function
 
 
-class _Named(msgspec.Struct, forbid_unknown_fields=True):
+class ToolName(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
 class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"]
-    function: _Named
+    function: ToolName
 
 
 Choice = Literal["none", "auto", "required"] | NamedTool

@@ -9,11 +9,12 @@ import openai.types.chat as chats
 import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
+from openai.types.responses import response_create_params
 from openai.types.shared_params import function_definition, response_format_json_schema
 
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.guides import JsonSchema, ResponseFormat
-from symbiosis.server.openai_fields import DEFAULTS, HARMLESS, OF_TEMPLATE
+from symbiosis.server.openai_fields import DEFAULTS, HARMLESS, OF_RESPONSES, OF_TEMPLATE
 from symbiosis.server.openai_protocol import (
     Body,
     ChatBody,
@@ -22,6 +23,7 @@ from symbiosis.server.openai_protocol import (
     read,
 )
 from symbiosis.server.prompts import GIVEN, Prompts
+from symbiosis.server.responses_protocol import ResponsesBody
 from symbiosis.server.tools import Function, Tool
 from symbiosis.serving.request import Sampling
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -40,6 +42,10 @@ HONOURED = {
         "model", "messages", "frequency_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens", "n", "presence_penalty",
         "parallel_tool_calls", "response_format", "seed", "stop", "stream", "stream_options", "temperature", "tool_choice", "tools", "top_logprobs", "top_p",
     },
+    ResponsesBody: {
+        "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "store", "previous_response_id", "tools",
+        "tool_choice", "parallel_tool_calls", "text",
+    },
     Tool: {"type", "function"},
     Function: {"name", "description", "parameters", "strict"},
     StreamOptions: {"include_usage"},
@@ -49,6 +55,10 @@ HONOURED = {
 THEIRS: list[tuple[type, list[Any]]] = [
     (CompletionBody, [completions.CompletionCreateParamsNonStreaming, completions.CompletionCreateParamsStreaming]),
     (ChatBody, [chat.CompletionCreateParamsNonStreaming, chat.CompletionCreateParamsStreaming]),
+    (
+        ResponsesBody,
+        [response_create_params.ResponseCreateParamsNonStreaming, response_create_params.ResponseCreateParamsStreaming],
+    ),
     (Tool, [chats.ChatCompletionFunctionToolParam]),
     (Function, [function_definition.FunctionDefinition]),
     (StreamOptions, [chats.ChatCompletionStreamOptionsParam]),
@@ -77,8 +87,11 @@ def asked(kind: type[Body], **fields: Any) -> Any:
 @pytest.mark.parametrize(("ours", "theirs"), THEIRS, ids=[ours.__name__ for ours, _ in THEIRS])
 def test_each_field_of_openais_has_one_fate(ours: type[msgspec.Struct], theirs: list[Any]) -> None:
     names = {name for each in theirs for name in typing.get_type_hints(each)}
-    known = set(ours.__struct_fields__)
-    fates = [HONOURED[ours], known & set(HARMLESS), known & set(DEFAULTS), known & set(OF_TEMPLATE)]
+    known, others = set(ours.__struct_fields__), OF_RESPONSES if ours is ResponsesBody else {}
+    fates = [
+        HONOURED[ours],
+        *(known & set(fate) - HONOURED[ours] for fate in (HARMLESS, DEFAULTS | others, OF_TEMPLATE)),
+    ]
     assert not (new := names - set().union(*fates)), NEW.format(sorted(new), ours.__name__)
     assert all(sum(name in fate for fate in fates) == 1 and name in known for name in names)
 
