@@ -12,10 +12,12 @@ from pathlib import Path
 
 from symbiosis.protocol.cluster_state import Member, Told, told_by
 from symbiosis.server.api_app import SECRET_HEADER
+from tests.forked import Symbiosis
 from tests.serving_api import eventually
 
 START_S = 110.0
-UP = "import secrets; secrets.token_hex = lambda n: 'secret' * n; from symbiosis.cli.main import main; main()"
+BEFORE = "import secrets; secrets.token_hex = lambda n: 'secret' * n"
+UP = f"{BEFORE}; from symbiosis.cli.main import main; main()"
 AS_FRONT = {SECRET_HEADER: "secret" * 32}  # what a front end shows to servers
 
 
@@ -24,7 +26,7 @@ class Running:
     """A cluster that runs."""
 
     url: str
-    process: "subprocess.Popen[str]"
+    process: "subprocess.Popen[str] | Symbiosis"
     name: str = "test"
 
     @property
@@ -36,14 +38,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, text: str) -> Iterator[Running]:
-    """Run `symbiosis cluster up` on a file with this text."""
+def cluster(folder: Path, text: str, forked: bool = False) -> Iterator[Running]:
+    """Run `symbiosis cluster up` on a file with this text. Its processes import what they need, as a user's do, unless they are `forked` from
+    one that has."""
     file = folder / "test.yaml"
     file.write_text(text)
-    process = subprocess.Popen(
-        [sys.executable, "-c", UP, "cluster", "up", str(file)],
-        stdout=subprocess.PIPE, stderr=(folder / "stderr").open("w"), text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    process = (
+        Symbiosis("cluster", "up", str(file), before=BEFORE, errors=folder / "stderr") if forked else started(file)
+    )
     try:
         assert process.stdout
         line = process.stdout.readline()
@@ -53,6 +55,13 @@ def cluster(folder: Path, text: str) -> Iterator[Running]:
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
+
+
+def started(file: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", UP, "cluster", "up", str(file)],
+        stdout=subprocess.PIPE, stderr=file.with_name("stderr").open("w"), text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
 
 
 def wait_for_servers(running: Running, count: int) -> None:

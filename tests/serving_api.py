@@ -10,18 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 
 import symbiosis
+from symbiosis.cluster.controller.local_process import descendants
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.executor.observe.process_figures import children, command_of
+from symbiosis.executor.observe.process_figures import command_of
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
 from symbiosis.server.ipc.engine_server import EngineServer
 from symbiosis.server.launch.serve_processes import RestartingChild, http_words
 from symbiosis.serving import Engine
+from tests.forked import Symbiosis
 
 WAIT_S = 60.0
 # No test speaks TLS, and reading the certificates for it would take longer than most answers. No connection is kept.
@@ -46,6 +49,18 @@ def is_up(url: str) -> bool:
 def client(url: str, key: str = "none") -> openai.OpenAI:
     plain = openai.DefaultHttpxClient(verify=False)
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=WAIT_S, http_client=plain)
+
+
+def started(*words: str, before: str) -> "subprocess.Popen[str]":
+    code = f"{before}\nfrom symbiosis.cli.main import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+
+
+def name_of(pid: int) -> str:
+    """By which the kernel knows it."""
+    return Path(f"/proc/{pid}/comm").read_text()
 
 
 @dataclass
@@ -103,14 +118,12 @@ def demo_api() -> Iterator[Api]:
 
 
 class Command:
-    """`symbiosis serve demo ...`, with its three processes. `before` is run by the first one."""
+    """`symbiosis serve demo ...`, with its three processes. `before` is run by the first one. They import what they need, as a user's do, unless
+    they are `forked` from one that has."""
 
-    def __init__(self, *arguments: str, before: str = "") -> None:
-        code = f"{before}\nfrom symbiosis.cli.main import main; main()"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", "demo", "--port", "0", "--memory", "33554432", *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+    def __init__(self, *arguments: str, before: str = "", forked: bool = False) -> None:
+        words = ("serve", "demo", "--port", "0", "--memory", "33554432", *arguments)
+        self.process = Symbiosis(*words, before=before) if forked else started(*words, before=before)
         self.errors: list[str] = []
         assert self.process.stdout and self.process.stderr
         self._reader = threading.Thread(target=self.errors.extend, args=(self.process.stderr,), daemon=True)
@@ -122,7 +135,7 @@ class Command:
 
     def child(self, module: str) -> int:
         """The number of the process that runs this module."""
-        return next(pid for pid in children(self.process.pid) if module in command_of(pid))
+        return next(pid for pid in descendants(self.process.pid) if module in (command_of(pid) + name_of(pid)))
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)

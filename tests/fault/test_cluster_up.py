@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 @pytest.fixture
 def running(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:  # fmt: skip
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("up")))  # the paths of sockets are short
-    with cluster(tmp_path, FILE) as found:
+    with cluster(tmp_path, FILE, forked=True) as found:
         yield found
 
 

@@ -169,7 +169,7 @@ def command() -> Iterator[Command]:
 
 def test_a_killed_http_process_is_started_again(command: Command) -> None:
     wanted = client(command.url).completions.create(**SHORT).choices[0].text
-    os.kill(command.child("server.http_process"), signal.SIGKILL)
+    os.kill(command.child("http_process"), signal.SIGKILL)
     eventually(lambda: _text(command) == wanted)
     assert any("HTTP process died" in line for line in command.errors)
 
@@ -252,13 +252,13 @@ serve_processes.http_words = http_words
 @pytest.fixture
 def own(folders: Path) -> Iterator[Command]:
     """A server that a test may end, whose processes take one another for hung after six seconds."""
-    command = Command(before=IMPATIENT)
+    command = Command(before=IMPATIENT, forked=True)
     yield command
     command.close()
 
 
 def test_an_http_process_that_hangs_is_started_again(own: Command) -> None:
-    wanted, hung = _text(own), own.child("server.http_process")
+    wanted, hung = _text(own), own.child("http_process")
     os.kill(hung, signal.SIGSTOP)
     eventually(lambda: any("HTTP process has said nothing" in line for line in own.errors))
     eventually(lambda: not Path(f"/proc/{hung}").exists())
@@ -266,7 +266,7 @@ def test_an_http_process_that_hangs_is_started_again(own: Command) -> None:
 
 
 def test_an_engine_that_hangs_ends_the_server(own: Command) -> None:
-    children = [own.child("server.http_process"), own.child("executor_main")]
+    children = [own.child("http_process"), own.child("executor_main")]
     os.kill(own.process.pid, signal.SIGSTOP)
     eventually(lambda: _health(own) == (503, "the engine does not answer"))
     assert own.process.wait(60) == -signal.SIGKILL
@@ -347,7 +347,7 @@ def test_a_server_that_has_no_memory_left_ends(limit: str) -> None:
 @pytest.mark.soak
 def test_servers_that_freeze_together_go_on(own: Command) -> None:
     wanted = _text(own)
-    frozen = [own.process.pid, own.child("server.http_process"), own.child("executor_main")]
+    frozen = [own.process.pid, own.child("http_process"), own.child("executor_main")]
     for process in frozen:
         os.kill(process, signal.SIGSTOP)
     time.sleep(SILENT_S + 5)

@@ -49,7 +49,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, versions: dict[str, Path])
     folder, before = tmp_path_factory.mktemp("exchange"), os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = str(folder)
     try:
-        with cluster(folder, text(versions, "old", "{chat: {old: 1}}")) as found:
+        with cluster(folder, text(versions, "old", "{chat: {old: 1}}"), forked=True) as found:
             yield found
     finally:
         os.environ.pop("XDG_RUNTIME_DIR")

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from symbiosis.demo.processes import Participant, ProcessError, clients, executo
 from symbiosis.demo.programs import TRAINER, DemoResults, report
 from symbiosis.demo.trainer import BATCH, HELD_OUT, LENGTH, examples
 from symbiosis.executor.model.load import DEMO_MODEL, load_model
+from tests.forked import Symbiosis
 from tests.processes import Process, Program, killed_at_the_end, run, until
 
 STEPS, TOKENS = 10, 24
@@ -38,11 +40,12 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_thread")
 def test_demo(tmp_path: Path) -> None:
-    result = run(
-        "demo", "--layers", "5", "--steps", str(STEPS), "--tokens", str(TOKENS), "--keep", str(tmp_path), seconds=280
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "\x1b" not in result.stdout
+    words = ("--layers", "5", "--steps", str(STEPS), "--tokens", str(TOKENS), "--keep", str(tmp_path))
+    demo = Symbiosis("demo", *words, errors=tmp_path / "stderr")
+    with closing(demo.stdout) as stdout:
+        told = stdout.read()
+    assert demo.wait() == 0, told + (tmp_path / "stderr").read_text()
+    assert "\x1b" not in told
     report = json.loads((tmp_path / "report.json").read_text())
     figures = report["figures"]
     assert report["script"] == "demo" and all(bar["holds"] for bar in report["bars"])
@@ -58,7 +61,7 @@ def test_demo(tmp_path: Path) -> None:
     assert figures["executor"]["calls"] == sum(client["calls"] for client in figures["clients"].values())
     assert all(client["base_bytes"] < base / 100 for client in figures["clients"].values())
     assert base > 300 << 20 and figures["copied_bytes"] - figures["shared_bytes"] > base / 2
-    assert f"{figures['copied_bytes'] / 2**30:.1f} GiB, and" in result.stdout
+    assert f"{figures['copied_bytes'] / 2**30:.1f} GiB, and" in told
     assert len(set(figures["texts"].values())) == 2
 
 
