@@ -84,6 +84,7 @@ def test_example(name: str, endpoint: str, tmp_path: Path) -> None:
     example(name, endpoint, tmp_path)
 
 
+@pytest.mark.full
 def test_rl_without_moving_a_weight(endpoint: str, tmp_path: Path) -> None:
     """Twice the reward within twelve steps, by a version a step."""
     said = example("rl.py", endpoint, tmp_path, "demo", "12").splitlines()
