@@ -78,6 +78,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefill_tokens: Annotated[int, Doc("Maximum tokens of prompts in one step. Default: 512.")] = 512
     dtype: Annotated[str | None, Doc(
         "dtype of the executor that is started: float32, bfloat16, ... Default: that of the checkpoint.")] = None
+    quantize: Annotated[Literal["int8", "fp8", "nf4"] | None, Doc(
+        "Have the executor that is started hold a float checkpoint's weights in 8 or 4 bits. Default: as the checkpoint has them.")] = None
     devices: Annotated[str | None, Doc(
         "Divide the model over several devices, with a process (a rank) on each, which compute every layer together: GPUs, such as 0-3 or 0,2, or "
         "cpu, with --ranks. --memory is that of each; a share of a CPU's is that of all.")] = None
@@ -121,6 +123,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.devices is None:
             return
+        if self.quantize:
+            raise ConfigError("quantize goes with one device: weights that are divided over several are not packed yet")
         if len(self.places) < 2:
             raise ConfigError(
                 f"devices {self.devices}: a model is divided over two or more: name several GPUs, or cpu with --ranks 2 or more"

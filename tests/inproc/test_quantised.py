@@ -2,17 +2,23 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
+from symbiosis import training
 from symbiosis.errors import ConfigError, WrapError
 from symbiosis.executor.model.load import load_model
+from symbiosis.serving import Engine
+from symbiosis.serving.request import Request, Sampling
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
+from tests.inproc.test_training import batch, lora
 from tests.quantised import WRITERS, write
 
 PACKS = ("int8", "fp8", "nf4")
@@ -92,6 +98,25 @@ def test_a_checkpoint_that_is_packed(format: str, make: Callable[[], nn.Module],
         )
 
 
+def test_biases_are_as_they_were(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=100,
+        attention_bias=True,
+    )
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    values = write(model, tmp_path / "model", "gptq")
+    with symbiosis.Executor(str(tmp_path / "model")) as executor:
+        same(symbiosis.from_executor(executor.endpoint), with_values(model.requires_grad_(False), values))
+
+
 def test_several_calls_are_joined(tmp_path: Path) -> None:
     """Rows of several clients, in turns: bits do not depend on how a product is cut."""
     model: Any = tiny_llama()
@@ -112,6 +137,33 @@ def test_a_program_wraps_the_checkpoint_that_was_packed(tmp_path: Path, caplog: 
         other.get_parameter("model.layers.0.mlp.up_proj.weight").data[0, 0] += 1
         with pytest.raises(WrapError, match="up_proj: the weights differ"):
             symbiosis.wrap(other, executor.endpoint)
+
+
+def test_servers_and_trainers_compute_with_packed_weights(tmp_path: Path) -> None:
+    """Tokens are those of the unsplit model with whole weights, and a run's step is that over an executor of whole weights."""
+    demo: Any = load_model("demo")
+    demo.save_pretrained(tmp_path)
+    answers: SimpleQueue[Any] = SimpleQueue()
+    with symbiosis.Executor(str(tmp_path), quantize="int8") as executor:
+        whole: Any = whole_of(demo, executor)
+        with Engine(executor.endpoint, memory=1 << 24) as engine:
+            prompt = tuple(b"Once upon a time")
+            engine.submit(Request(id=1, prompt=prompt, sampling=Sampling(max_tokens=8, temperature=0.0)), answers.put)
+            tokens: list[int] = []
+            while not (answer := answers.get(timeout=60)).finish:
+                tokens += [token.id for token in answer.tokens]
+            tokens += [token.id for token in answer.tokens]
+        expected = whole.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :]
+        assert tokens == expected.tolist()[: len(tokens)] and tokens
+        trained = []
+        with symbiosis.Executor(whole) as other:
+            for endpoint in (executor.endpoint, other.endpoint):
+                with training.Engine(endpoint) as trainer:
+                    run = trainer.create(lora(), seed=1)
+                    run.forward_backward(batch(1)).result(60)
+                    run.step(1e-2).result(60)
+                    trained.append([p.detach().clone() for p in run.model.parameters() if p.requires_grad])
+        assert trained[0] and all(map(torch.equal, *trained))
 
 
 def test_packed_layers_are_called(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from symbiosis.protocol.endpoints import default_endpoints
 
 EVERYTHING: dict[str, Any] = {
     "model": "demo", "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True,
-    "devices": "1", "ranks": 2, "shard": "layers", "shares": [3.0, 1.0], "spread-rows": 0, "gather-buffers": 0, "hosts": [], "dtype": "bfloat16",
+    "devices": "1", "ranks": 2, "shard": "layers", "shares": [3.0, 1.0], "spread-rows": 0, "gather-buffers": 0, "hosts": [], "dtype": "bfloat16", "quantize": "int8",
     "policy": "lockstep", "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9, "metrics-host": "::1", "audit-log": "a",
     "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
     "max-in-flight": 12, "max-sessions": 13, "max-tenant-sessions": 14, "max-tenant-in-flight": 15,

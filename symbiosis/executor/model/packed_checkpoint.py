@@ -48,7 +48,7 @@ class QuantisedFiles:
                 problems.append(f"{module}: {problem}")
             elif packed is not None:
                 self.packed[f"{module}.weight"] = packed
-                used |= {*keys.values()}
+                used |= {key for end, key in keys.items() if end != "bias"}
         self.others = [key for key in self._holders if key not in used]
         problems += [f"{key}: its scales are missing" for key in self.others if self.lazy(key).get_dtype() in CODES]
         if problems:

@@ -12,9 +12,9 @@ from symbiosis.base.memory import free_memory
 from symbiosis.base.problems import problems_of, refuse
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
-from symbiosis.executor.model.quantisation import check_format, read_config
+from symbiosis.executor.model.quantisation import read_config
 from symbiosis.executor.options import Options
-from symbiosis.executor.preflight import SMALLER, check_one_device, check_room, fewer_bits
+from symbiosis.executor.preflight import SMALLER, check_one_device, check_quantised, check_room, fewer_bits
 from symbiosis.protocol.endpoints import is_within_process, parts_of
 from symbiosis.server.launch import footprint
 from symbiosis.serving.serve_options import ServeOptions
@@ -43,10 +43,11 @@ def check_model(options: ServeOptions) -> None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ConfigError(f"there is no tokenizer in {folder}: the API needs one")
     if options.executor is None and (files := weight_files(folder)):
-        check_format(options.model, read_config(folder))
+        ranks = {"devices": options.devices, "ranks": options.ranks} if options.devices else {}
+        check_quantised(Options(model=options.model, quantize=options.quantize, **ranks), read_config(folder))
         for file in files:
             check_whole(file)
-        needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), ())
+        needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), (), options.quantize)
         advice = f"{SMALLER}{fewer_bits(files, options.dtype)}"
         check_room(options.model, needed, free_memory(), "this machine", advice)
 
@@ -55,7 +56,7 @@ def check_memory(options: ServeOptions) -> None:
     """Check that the server has room with all pages that its options name, and with an executor of its own. Where that of another one is, it
     tells when it is asked."""
     if options.model is not None and options.executor is None:
-        executor = Options(model=options.model, dtype=options.dtype)
+        executor = Options(model=options.model, dtype=options.dtype, quantize=options.quantize)
         found = footprint.of_server(options, executor) + footprint.of_executor(executor)
         refuse(footprint.lacking("the server and its executor", found, {footprint.HOST: free_memory()}))
 
@@ -66,8 +67,11 @@ def check_executor(options: ServeOptions) -> None:
     parts_of(options.executor)
     if is_within_process(options.executor):
         raise ConfigError(f"--executor {options.executor}: another process cannot reach it: write local:// or tcp://")
-    if options.dtype is not None:
-        raise ConfigError("--dtype is for the executor that this command starts: with --executor it is that one's")
+    for name in ("dtype", "quantize"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name} is for the executor that this command starts: with --executor it is that one's"
+            )
 
 
 def check_devices(options: ServeOptions) -> None:

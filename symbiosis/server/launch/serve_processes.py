@@ -312,6 +312,7 @@ class ServeProcesses:
 
 def executor_words(options: ServeOptions, endpoint: str) -> list[str]:
     of_dtype = ["--dtype", options.dtype] if options.dtype else []
+    of_dtype += ["--quantize", options.quantize] if options.quantize else []
     words = [str(options.model), "--listen", endpoint, "--log-format", options.log_format, *of_dtype]
     return procs.program("symbiosis.cli.main:executor_main", *words, name="executor")
 
