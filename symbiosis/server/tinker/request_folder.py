@@ -27,8 +27,8 @@ class RequestFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
-        there = [each for each in path.iterdir() if each.name.isdecimal()] if path.is_dir() else []
-        self._sizes = {int(each.name): each.stat().st_size for each in there}
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._sizes = {int(each.name): each.stat().st_size for each in path.iterdir() if each.name.isdecimal()}
 
     @property
     def numbers(self) -> list[int]:
@@ -39,7 +39,8 @@ class RequestFolder:
         return sum(size for number, size in list(self._sizes.items()) if number >= first)
 
     def put(self, number: int, asked: AnyAsked, may_take: Callable[[int], object] = lambda nbytes: None) -> bool:
-        """Keep a request, and return whether it is new. Raises `TinkerRefusal` if another one has its number, and what `may_take` raises."""
+        """Keep a request, and return whether it is new. Raises `TinkerRefusal` if another one has its number, what `may_take`
+        raises, and `FileNotFoundError` when the folder is removed."""
         contents = msgspec.msgpack.encode(asked)
         with self._lock:
             if number in self._sizes:
@@ -51,7 +52,6 @@ class RequestFolder:
                     )
                 return False
             may_take(len(contents))
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             part = self.path / f".{number}"
             part.write_bytes(contents)
             part.rename(self.path / str(number))
