@@ -147,28 +147,30 @@ def _packed(weight: Tensor, symmetric: bool = True) -> tuple[Parts, Tensor]:
 
 
 def _compressed(format: str, **weights: object) -> dict[str, Any]:
-    group = {"weights": weights, "targets": ["Linear"], "format": format}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+    group = {"weights": {"symmetric": True, **weights}, "targets": ["Linear"], "format": format}
+    told = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+    return {**told, "ignore": ["lm_head"], "quantization_status": "compressed"}
 
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [SIDE, SIDE], "activation_scheme": "dynamic"}
 NF4_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 OF_GROUPS = {"bits": 4, "group_size": GROUP}
 WRITERS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Parts, Tensor]]]] = {
     "fp8 blocks": (BLOCKS, _fp8_blocks),
     "fp8 blocks, compressed": (
-        _compressed("float-quantized", num_bits=8, block_structure=[SIDE, SIDE]),
+        _compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[SIDE, SIDE]),
         lambda weight: _fp8_blocks(weight, "weight_scale"),
     ),
-    "fp8 rows": (_compressed("float-quantized", num_bits=8), _fp8_rows),
-    "fp8 tensor": (_compressed("float-quantized", num_bits=8), _fp8_tensor),
-    "int8 rows": (_compressed("int-quantized", num_bits=8), _int8_rows),
+    "fp8 rows": (_compressed("float-quantized", num_bits=8, type="float", strategy="channel"), _fp8_rows),
+    "fp8 tensor": (_compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), _fp8_tensor),
+    "int8 rows": (_compressed("int-quantized", num_bits=8, type="int", strategy="channel"), _int8_rows),
     "int8 bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, _scb),
     "nf4": (NF4_CONFIG, lambda weight: _four_bits(weight, nested=False)),
     "nf4 nested": (NF4_CONFIG | {"bnb_4bit_use_double_quant": True}, lambda weight: _four_bits(weight, nested=True)),
     "gptq": ({"quant_method": "gptq", **OF_GROUPS, "checkpoint_format": "gptq"}, _gptq),
     "gptq by importance": ({"quant_method": "gptq", **OF_GROUPS, "desc_act": True}, lambda w: _gptq(w, in_order=False)),
     "awq": ({"quant_method": "awq", **OF_GROUPS, "zero_point": True, "version": "gemm"}, _awq),
-    "int4": (_compressed("pack-quantized", num_bits=4, group_size=GROUP), _packed),
-    "int4 with zeros": (_compressed("pack-quantized", num_bits=4, group_size=GROUP), lambda w: _packed(w, False)),
+    "int4": (_compressed("pack-quantized", **INT4), _packed),
+    "int4 with zeros": (_compressed("pack-quantized", **INT4, symmetric=False), lambda w: _packed(w, False)),
 }
