@@ -1,6 +1,6 @@
 """Runs of many PEFT kinds that one engine trains together, each compared with PEFT alone: losses, gradients, and adapters after ten steps.
 
-Run from the repository root (a minute or two on one core):
+Run from the repository root (a few minutes on one core, ten at most for the kills):
     python scripts/train_exact.py
     python scripts/train_exact.py --quick    # fewer runs, steps and families
 
@@ -10,10 +10,10 @@ trains in a folder is killed again and again: the next one goes on there, and no
 """
 
 import argparse
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -209,39 +210,56 @@ def resumed(steps: int) -> float:
 
 
 KILLED = ("LoRA", "LoRA with dropout", "DoRA", "LoKr")  # kinds of the runs whose process is killed
-READY, ACKNOWLEDGED = "ready", "acknowledged"  # files: whoever trains is there; a line for each command that was done
+ACKNOWLEDGED = "acknowledged"  # a file: a line for each step that was done
+LONGEST_S = 600.0  # that all of it may take
+PRELOADED = ["peft", "symbiosis.training.training_engine", "transformers.models.llama.modeling_llama"]
+processes = multiprocessing.get_context("forkserver")  # these are imported once for all of them
 
 
 def killed(steps: int, kills: int) -> tuple[float, int]:
-    """How far adapters are off that were trained by processes that were killed, and how many commands were acknowledged in all."""
-    chance, script = random.Random(kills), Path(__file__)
+    """How far adapters are off that were trained by processes of which so many were killed, and how many steps were acknowledged in all."""
+    chance, until = random.Random(kills), time.monotonic() + LONGEST_S
+    processes.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        while True:
-            child = subprocess.Popen([sys.executable, str(script), "--live", name, str(steps)])
-            wait_for(folder / READY, child)
-            if kills:
-                time.sleep(chance.uniform(0.0, 0.8))
-                child.send_signal(signal.SIGKILL)
-            kills -= 1
-            (folder / READY).unlink()
-            if child.wait() == 0:
-                break
-            if child.returncode != -signal.SIGKILL:
-                raise RuntimeError("a process that went on found its runs in another state than it was told")
-        acknowledged = len(set((folder / ACKNOWLEDGED).read_text().split("\n"))) - 1
+        for kill in range(kills):
+            child = processes.Process(target=live, args=(folder, steps))
+            child.start()
+            if kill % 4 == 3:  # while it begins
+                time.sleep(chance.uniform(0.0, 1.0))
+            else:
+                wait_for_steps(folder, len(KILLED) * steps * (kill + 1) // (kills + 1), child, until)
+                time.sleep(chance.uniform(0.0, 0.05))
+            child.kill()
+            ended(child, -signal.SIGKILL, until)
+        child = processes.Process(target=live, args=(folder, steps))
+        child.start()
+        ended(child, 0, until)
         with Engine(build("Llama"), state=folder / "runs") as engine:
-            return max(
-                off_from_alone(engine.open(str(number)), number, steps) for number in range(len(KILLED))
-            ), acknowledged
+            off = max(off_from_alone(engine.open(str(number)), number, steps) for number in range(len(KILLED)))
+        return off, len(acknowledged(folder))
 
 
-def wait_for(file: Path, child: "subprocess.Popen[bytes]") -> None:
-    until = time.monotonic() + 300
-    while not file.exists():
-        if child.poll() is not None or time.monotonic() > until:
-            raise RuntimeError("a process that trains did not begin")
-        time.sleep(0.01)
+def wait_for_steps(folder: Path, count: int, child: BaseProcess, until: float) -> None:
+    while len(acknowledged(folder)) < count:
+        if not child.is_alive() or time.monotonic() > until:
+            raise RuntimeError("a process that trains ended before it was killed, or takes too long")
+        time.sleep(0.005)
+
+
+def ended(child: BaseProcess, code: int, until: float) -> None:
+    child.join(max(0.0, until - time.monotonic()))
+    if child.exitcode != code:
+        child.kill()
+        raise RuntimeError(
+            f"a process that trains ended with {child.exitcode}, not {code}: 1 if runs were in another state than it was told"
+        )
+
+
+def acknowledged(folder: Path) -> set[str]:
+    """The steps that were acknowledged, as `run number`."""
+    file = folder / ACKNOWLEDGED
+    return set(file.read_text().splitlines()) if file.exists() else set()
 
 
 def off_from_alone(run: Run, number: int, steps: int) -> float:
@@ -250,9 +268,10 @@ def off_from_alone(run: Run, number: int, steps: int) -> float:
     return relative([found[name] for name in alone], list(alone.values()))
 
 
-def live(folder: Path, steps: int) -> int:
-    """Train the runs of a folder, from where they are, and note each command that was acknowledged."""
-    known = (folder / ACKNOWLEDGED).read_text().splitlines() if (folder / ACKNOWLEDGED).exists() else []
+def live(folder: Path, steps: int) -> None:
+    """Train the runs of a folder, from where they are, and note each step that was acknowledged."""
+    warnings.filterwarnings("ignore", category=UserWarning)
+    known = [tuple(map(int, line.split())) for line in acknowledged(folder)]
     notes = os.open(folder / ACKNOWLEDGED, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with Engine(build("Llama"), state=folder / "runs", in_memory=2) as engine:
         runs = [
@@ -262,16 +281,14 @@ def live(folder: Path, steps: int) -> int:
             for number, kind in enumerate(KILLED)
         ]
         for number, run in enumerate(runs):
-            last = max((int(line.split()[1]) for line in known if int(line.split()[0]) == number), default=0)
+            last = max((command for each, command in known if each == number), default=0)
             if run.next_number <= last or run.steps != (run.next_number - 1) // 2:
-                return 1
-        (folder / READY).touch()
+                sys.exit(1)
 
         def train(number: int, run: Run) -> None:
             batches = batches_of(number, steps)
-            for step in range(
-                max(0, run.next_number // 2 - 1), steps
-            ):  # the last one again: nobody knows whether its answer came
+            begins = max(0, run.next_number // 2 - 1)  # the last one again: nobody knows whether its answer came
+            for step in range(begins, steps):
                 run.submit(2 * step + 1, "forward_backward", batches[step])
                 run.submit(2 * step + 2, "step", lr=LR).result()
                 os.write(notes, f"{number} {2 * step + 2}\n".encode())
@@ -281,7 +298,6 @@ def live(folder: Path, steps: int) -> int:
             thread.start()
         for thread in threads:
             thread.join()
-    return 0
 
 
 def family(name: str) -> tuple[bool, float, float]:
@@ -303,12 +319,8 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="16 runs, 4 steps and three families, instead of 32, 10 and nine"
     )
-    parser.add_argument("--live", nargs=2, metavar=("FOLDER", "STEPS"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    quick = options.quick
+    quick = parser.parse_args().quick
     warnings.filterwarnings("ignore", category=UserWarning)
-    if options.live:
-        return live(Path(options.live[0]), int(options.live[1]))
     report = Report("train_exact")
     kinds, joined = many_runs(*((16, 4) if quick else (32, 10)))
     print_table(
@@ -332,11 +344,13 @@ def main() -> int:
     report.bar("adapters_off", max(a for _, _, a in kinds.values()), "<=", ADAPTER)
     report.bar("families_gradients_off", max(g for _, g, _ in families.values()), "<=", GRADIENT)
     report.bar("resumed_adapter_off", resumed(4 if quick else 10), "<=", ADAPTER)
-    kills = 3 if quick else 20
-    after_kills, acknowledged = killed(20 if quick else 100, kills)
+    kills, of_each = (3, 20) if quick else (20, 100)
+    began = time.monotonic()
+    after_kills, steps = killed(of_each, kills)
+    print(f"{kills} kills in {time.monotonic() - began:.0f} s")
     report.bar("adapters_off_after_kills", after_kills, "<=", ADAPTER)
-    report.bar("kills", kills, ">=", kills)
-    report.bar("commands_acknowledged", acknowledged, ">=", 1)
+    report.figure("kills", kills)
+    report.bar("steps_acknowledged", steps, ">=", len(KILLED) * of_each)
     report.bar("runs_in_a_pass", joined, ">=", 2)
     return report.finish()
 
