@@ -43,7 +43,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 RANKS = (1, 2, 4, 8, 16, 64)
-LR = 1e-3
+LR, EPS = 1e-3, 1e-6  # where a gradient is nothing but rounding, AdamW's usual eps makes a whole step of it
 GRADIENT, ADAPTER, LOSS = 1e-5, 1e-4, 1e-5  # relative to the largest
 
 
@@ -129,7 +129,7 @@ def train_alone(family: str, config: PeftConfig, seed: int, batches: list[dict[s
     torch.manual_seed(seed)
     model = get_peft_model(model, config).train()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=LR, eps=EPS, weight_decay=0.0)
     losses, gradients = [], list[Tensor]()
     for batch in batches:
         loss = model(**batch).loss
@@ -148,7 +148,7 @@ def train_run(run: Run, batches: list[dict[str, Tensor]], chance: random.Random)
         time.sleep(chance.uniform(0, 0.02))
         losses.append(run.forward_backward(batch).result().loss)
         gradients = gradients or [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
-        run.step(LR).result()
+        run.step(LR, eps=EPS).result()
     return Trained(losses, gradients, get_peft_model_state_dict(run.model, save_embedding_layers=False))
 
 
@@ -290,7 +290,7 @@ def live(folder: Path, steps: int) -> None:
             begins = max(0, run.next_number // 2 - 1)  # the last one again: nobody knows whether its answer came
             for step in range(begins, steps):
                 run.submit(2 * step + 1, "forward_backward", batches[step])
-                run.submit(2 * step + 2, "step", lr=LR).result()
+                run.submit(2 * step + 2, "step", lr=LR, eps=EPS).result()
                 os.write(notes, f"{number} {2 * step + 2}\n".encode())
 
         threads = [threading.Thread(target=train, args=each) for each in enumerate(runs)]

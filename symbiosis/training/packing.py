@@ -140,7 +140,8 @@ def _attention(
             for x in (query, key, value)
         )
         if prefix is not None:
-            before = prefix.layers[module.layer_idx]
+            layer: Any = module.layer_idx
+            before = prefix.layers[layer]
             k, v = (torch.cat([p.expand(count, *p.shape), x], 2) for p, x in zip(before, (k, v), strict=True))  # type: ignore[arg-type]
         made = _attend(q, k, v, _window(length, sliding_window, q.device, k.shape[2]), scaling, softcap, s_aux)
         parts.append(made.transpose(1, 2).flatten(0, 1))  # [count * length, heads, size]

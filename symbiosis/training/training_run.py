@@ -3,11 +3,13 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
 from symbiosis.errors import ConfigError
 from symbiosis.training.checkpoint_folders import write_checkpoint
+from symbiosis.training.command_intake import CommandIntake
 from symbiosis.training.command_order import CommandOrder
 from symbiosis.training.datum import Datum, sequences
 from symbiosis.training.losses import Custom, check_loss
@@ -22,11 +24,11 @@ SMALLEST = 1.2e-38  # float32's: an eps below it is nothing, and a gradient of 0
 class Commander(Protocol):
     """Whom a run's commands go to: the engine."""
 
+    intake: CommandIntake
+
     def check(self, data: Sequence[Datum], in_front: int) -> None: ...
     @property
     def order_wait(self) -> float: ...
-    def put(self, run: "Run", command: Command) -> Any: ...
-    def put_in_order(self, run: "Run", number: int, verb: str, make: Callable[[], Command]) -> Any: ...
     def forget(self, run: "Run") -> None: ...
 
 
@@ -153,16 +155,20 @@ class Run:
         """
         if verb not in (FORWARD_BACKWARD, FORWARD, "step", "save", "call"):
             raise ConfigError(f"the verbs are forward_backward, forward, step, save and call; not {verb!r}")
+        return self._engine.intake.put_in_order(self, number, verb, lambda: self._command(verb, args, words))
+
+    def _command(self, verb: str, args: Any, words: Any) -> Command:
+        """Return what the method of this verb would send."""
+        given = signature(Run.when_done if verb == "call" else getattr(Run, verb)).bind(self, *args, **words)
+        given.apply_defaults()
         make: Callable[..., Command] = getattr(self, f"_{verb}")
-        return self._engine.put_in_order(self, number, verb, lambda: make(*args, **words))  # type: ignore[no-any-return]
+        return make(*given.args[1:], **given.kwargs)
 
     def close(self) -> None:
         """Forget the run, when its commands have been done; also on disk."""
         self._put(Command("close", call=lambda _: self._engine.forget(self))).result()
 
-    def _forward_backward(
-        self, batch: Any, loss: str | Custom = "cross_entropy", config: Mapping[str, float] | None = None
-    ) -> Command:
+    def _forward_backward(self, batch: Any, loss: str | Custom, config: Mapping[str, float] | None) -> Command:
         if not isinstance(loss, str) and not callable(loss):
             raise ConfigError(f"loss is the name of one, or a function, not {loss!r}")
         kind = loss if isinstance(loss, str) else "cross_entropy"
@@ -179,14 +185,7 @@ class Run:
         self._engine.check(data, sum(self.in_front))
         return data
 
-    def _step(
-        self,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        max_grad_norm: float | None = None,
-    ) -> Command:
+    def _step(self, lr: Any, betas: Any, eps: Any, weight_decay: Any, max_grad_norm: Any) -> Command:
         try:
             beta1, beta2 = (float(each) for each in betas)
             words = {
@@ -208,7 +207,7 @@ class Run:
             raise ConfigError(f"max_grad_norm is positive or None, not {max_grad_norm}")
         return step_command({**words, "max_grad_norm": most})
 
-    def _save(self, path: str | Path, *, ttl_seconds: float | None = None) -> Command:
+    def _save(self, path: str | Path, *, ttl_seconds: float | None) -> Command:
         target = Path(path)
         if ttl_seconds is not None and not 0 < ttl_seconds < float("inf"):
             raise ConfigError(f"ttl_seconds is a positive number of seconds, or None, not {ttl_seconds}")
@@ -218,4 +217,4 @@ class Run:
         return Command("call", call=lambda _: function())
 
     def _put(self, command: Command) -> Any:
-        return self._engine.put(self, command)
+        return self._engine.intake.put(self, command)

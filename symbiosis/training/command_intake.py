@@ -1,0 +1,217 @@
+"""Where commands come in, from any thread, and from where the engine's own thread takes what comes next."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from symbiosis.errors import Busy, ConfigError
+from symbiosis.training.command_order import CommandOrder
+from symbiosis.training.command_queue import CommandQueue, QueuedRun
+from symbiosis.training.run_command import Command
+
+LINGER, LEAST_LINGER_S = (
+    0.1,
+    0.002,
+)  # of what the last pass took: runs that were in passes are waited for as long as they keep coming
+MOST_LINGER = 0.5  # ... and for so long in any case
+RECENT = 8  # passes: runs that were in one of these may come back
+
+
+class CommandingRun(QueuedRun, Protocol):
+    """A run, as far as its commands are concerned."""
+
+    @property
+    def order(self) -> CommandOrder[Command]: ...
+
+
+Taken = list[tuple[Any, Command]]  # runs, and the command of each
+
+
+class CommandIntake:
+    """Commands that wait.
+
+    Args:
+        most: How many, in all. Of these a tenant has as many as it leaves free.
+        room_wait: How long one waits for room among them, in seconds, until it raises `Busy`; None: as long as it takes.
+        together: Tokens of the passes that are taken together; 0: one at a time.
+    """
+
+    def __init__(self, most: int, room_wait: float | None, together: int) -> None:
+        self.runs: dict[str, Any] = {}  # by name
+        self.changed = threading.Condition()
+        self.taker: threading.Thread | None = None  # the engine's own
+        self._room_wait, self._together = room_wait, together
+        self._queue = CommandQueue(most)
+        self._early: set[Any] = set()  # runs with commands that wait for one before them
+        self._recent: dict[Any, int] = {}  # the number of the pass in which a run was
+        self._last_s = 0.0  # what the last pass took
+        self._arrived = self._free_since = 0.0  # when the last command came, and since when one could be done
+        self._had_calls = self._closed = False
+
+    def has_room(self, tenant: str) -> bool:
+        with self.changed:
+            return self._queue.room.has(tenant, 1)
+
+    def put(self, run: CommandingRun, command: Command) -> "Future[Any]":
+        """Add a command to those of a run; return its future."""
+        with self.changed:
+            self._wait_for_room(run)
+            self._add(run, command)
+        return command.future
+
+    def put_in_order(self, run: CommandingRun, number: int, verb: str, make: Callable[[], Command]) -> "Future[Any]":
+        """Add a command that has a number, when its turn comes; or return the future of the same one."""
+        with self.changed:
+            self.refuse_if_closed(run)
+            if (known := run.order.known(number, verb)) is not None:
+                return known
+        command = _made_or_wrong(verb, make)
+        command.number = number
+        with self.changed:
+            if run.order.missing != number:  # for which others wait, that have their room
+                self._wait_for_room(run)
+            if (known := run.order.known(number, verb)) is not None:
+                return known
+            turns = list(run.order.arrived(number, command, time.monotonic()))
+            (self._early.add if run.order.missing else self._early.discard)(run)
+            self._queue.room.take(run.tenant, 1)
+            for turn in turns:
+                self._add(run, turn, has_room=True)
+            self.changed.notify_all()
+        return command.future
+
+    def forget(self, run: CommandingRun) -> None:
+        with self.changed:
+            self.runs.pop(run.name, None)
+            self._recent.pop(run, None)
+            self._queue.forget(run, not any(other.tenant == run.tenant for other in self.runs.values()))
+
+    def close(self) -> bool:
+        """Take no more commands; what waits is still given out. Returns whether it was closed before."""
+        with self.changed:
+            was_closed, self._closed = self._closed, True
+            self.changed.notify_all()
+        return was_closed
+
+    def refuse_if_closed(self, run: CommandingRun | None = None) -> None:
+        if self._closed:
+            raise ConfigError("this engine is closed")
+        if run is not None and self.runs.get(run.name) is not run:
+            raise ConfigError("this run is closed")
+
+    # ---------------------------------------------------------------- for the thread that does them
+
+    def next(self) -> tuple[list[Any], Taken] | None:
+        """Wait for what comes next: runs that have calls to make, or passes of several. None, when the engine is closed."""
+        with self.changed:
+            while True:
+                now = time.monotonic()
+                due = self._tell_who_waits_too_long(now)
+                if not self._queue:
+                    if self._closed:
+                        return None
+                    self.changed.wait(None if due is None else due - now)
+                    continue
+                until = self._linger_until()
+                lingers = now < until and self._together and not self._all_are_back()
+                calls = self._queue.calls()
+                if calls and (lingers or not self._had_calls or not self._queue.has_passes):
+                    self._had_calls = True
+                    return calls, []
+                if lingers:
+                    self.changed.wait(until - now)
+                    continue
+                self._had_calls = False
+                return [], self._taken(self._queue.passes(self._together))
+
+    def take(self, runs: list[Any], verb: str | None = None) -> Taken:
+        """Take the next command of each of these runs, or of those where it is this verb."""
+        with self.changed:
+            wanted = [run for run in runs if verb is None or run.commands[0].verb == verb]
+            return self._taken([(run, self._queue.take(run)) for run in wanted])
+
+    def was_done(self) -> None:
+        """Note that the next ones could be done from now on."""
+        self._free_since = time.monotonic()
+
+    def passed(self, runs: list[Any], number: int, took_s: float) -> None:
+        """Note who was in a pass, and what it took."""
+        with self.changed:
+            self._recent = {run: at for run, at in self._recent.items() if number - at < RECENT}
+            self._recent |= {run: number for run in runs if self.runs.get(run.name) is run}
+        self._last_s = took_s
+
+    @property
+    def last_s(self) -> float:
+        """What the last pass took."""
+        return self._last_s
+
+    # ---------------------------------------------------------------- with the lock held
+
+    def _add(self, run: CommandingRun, command: Command, has_room: bool = False) -> None:
+        if not has_room:
+            self._queue.room.take(run.tenant, 1)
+        command.future.set_running_or_notify_cancel()  # what is put is done: others may come after it
+        self._arrived = time.monotonic()
+        if not self._queue:
+            self._free_since = self._arrived
+        self._queue.add(run, command)
+        self.changed.notify_all()
+
+    def _wait_for_room(self, run: CommandingRun) -> None:
+        self.refuse_if_closed(run)
+        if threading.current_thread() is self.taker:
+            return  # what is done when a future is done
+        until = None if self._room_wait is None else time.monotonic() + self._room_wait
+        while not self._queue.room.has(run.tenant, 1):
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                who = f"tenant {run.tenant!r}" if run.tenant else "this engine"
+                raise Busy(f"so many commands of {who} wait already: send it again when some have been done")
+            self.changed.wait(left)
+            self.refuse_if_closed(run)
+
+    def _tell_who_waits_too_long(self, now: float) -> float | None:
+        """Return when this is to be asked again."""
+        for run in list(self._early):
+            number = run.order.missing
+            forgotten = run.order.waited_too_long(now + (float("inf") if self._closed else 0.0))
+            for command in forgotten:
+                command.future.set_running_or_notify_cancel()
+                self._queue.room.give_back(run.tenant, 1)
+                command.future.set_exception(
+                    ConfigError(f"command {number} has not come: send it, and then this one again; it was not done")
+                )
+            if forgotten:
+                self._early.discard(run)
+        return min((run.order.due for run in self._early), default=None)
+
+    def _linger_until(self) -> float:
+        """Return until when a pass waits for others, as long as they keep coming."""
+        quiet = self._arrived + max(LEAST_LINGER_S, LINGER * self._last_s)
+        return min(quiet, self._free_since + MOST_LINGER * self._last_s)
+
+    def _all_are_back(self) -> bool:
+        """Whether the runs of the last passes have one to compute."""
+        return self._closed or all(run.commands and run.commands[0].is_pass for run in self._recent)
+
+    def _taken(self, commands: Taken) -> Taken:
+        for run, _ in commands:
+            self._queue.room.give_back(run.tenant, 1)
+        self.changed.notify_all()
+        return commands
+
+
+def _made_or_wrong(verb: str, make: Callable[[], Command]) -> Command:
+    """Return a command; or, if it is wrong, one that says so when its turn comes."""
+    try:
+        return make()
+    except Exception as wrong:
+        error = wrong
+
+    def tell(_: Any) -> None:
+        raise error
+
+    return Command(verb, call=tell)

@@ -1,0 +1,132 @@
+"""The engine's own thread, which does what waits: steps and checkpoints of a run by itself, passes of several together."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from symbiosis.training.command_intake import CommandIntake, Taken
+from symbiosis.training.joined_passes import JoinedPasses
+from symbiosis.training.joined_steps import StepWords, step_together
+from symbiosis.training.residency import Residency
+from symbiosis.training.run_command import Command
+from symbiosis.training.run_journal import no_room
+from symbiosis.training.train_state import TrainState
+from symbiosis.training.training_run import Run
+
+CALLS_S = 0.05  # calls are made for so long, or as long as the last pass took, before the next pass
+
+
+class CommandWorker:
+    """Does commands until the intake is closed, and nothing waits any more."""
+
+    def __init__(self, intake: CommandIntake, passes: JoinedPasses, residency: Residency) -> None:
+        self._intake, self._passes, self._residency = intake, passes, residency
+        self._thread = threading.Thread(target=self._work, name="symbiosis-training", daemon=True)
+        intake.taker = self._thread
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (work := self._intake.next()) is not None:
+            calls, passes = work
+            if calls:
+                self._make_calls(calls)
+            else:
+                self._compute(passes)
+            self._intake.was_done()
+            self._residency.make_room()
+        self._residency.close()
+
+    def _make_calls(self, runs: list[Run]) -> None:
+        """Make one call of each, for a while; steps together."""
+        began = time.monotonic()
+        steps = self._intake.take(runs, "step")
+        self._step(steps)
+        stepped = {run for run, _ in steps}
+        for run in runs:
+            if run in stepped:
+                continue
+            [(_, command)] = self._intake.take([run])
+            self._call(run, command)
+            if time.monotonic() - began > max(CALLS_S, self._intake.last_s):
+                return
+
+    def _step(self, commands: Taken) -> None:
+        began = time.monotonic()
+        there = self._brought(commands)
+        try:
+            outcomes = step_together([(state, StepWords(**command.words)) for _, command, state in there])
+        except Exception as error:
+            outcomes = [error] * len(there)
+        share = (time.monotonic() - began) / max(1, len(there))
+        for (run, command, _), outcome in zip(there, outcomes, strict=True):
+            failed = outcome if isinstance(outcome, Exception) else None
+            self._finish(run, command, None if failed else outcome, failed, share)
+        self._write_if_due([run for run, _, _ in there])
+
+    def _brought(self, commands: Taken) -> list[tuple[Run, Command, TrainState]]:
+        """Return what these runs have in memory. Whose cannot be brought hear of it."""
+        there = []
+        for run, command in commands:
+            try:
+                there.append((run, command, self._residency.bring(run)))
+            except Exception as error:
+                self._finish(run, command, None, error, 0.0, False)
+        return there
+
+    def _call(self, run: Run, command: Command) -> None:
+        began, was_there = time.monotonic(), False
+        try:
+            state = self._residency.bring(run)
+            was_there = True
+            result, error = command.call(state), None
+        except Exception as why:
+            result, error = None, why
+        self._finish(run, command, result, error, time.monotonic() - began, was_there)
+        self._write_if_due([run])
+
+    def _compute(self, commands: Taken) -> None:
+        began = time.monotonic()
+        there = self._brought(commands)
+        outcomes = self._passes.compute([(command, state) for _, command, state in there]) if there else []
+        took = time.monotonic() - began
+        tokens = sum(command.tokens for _, command, _ in there)
+        for (run, command, state), outcome in zip(there, outcomes, strict=True):
+            share = took * command.tokens / tokens
+            if run.state is not state:
+                outcome = no_room(Path(run.name), OSError("a command before it was not done"))
+            if isinstance(outcome, Exception):
+                self._finish(run, command, None, outcome, share)
+            else:
+                self._finish(run, command, outcome, None, share)
+        self._write_if_due([run for run, _, _ in there])
+        self._intake.passed([run for run, _ in commands], self._passes.count, took)
+
+    def _finish(
+        self, run: Run, command: Command, result: Any, error: Exception | None, took_s: float, was_tried: bool = True
+    ) -> None:
+        """Tell the journal, then whoever waits. What the journal could not take is not done: the run is what its folder tells."""
+        if run.journal is not None:
+            try:
+                if run.is_read:
+                    self._residency.write(run)
+                if command.is_told(error):
+                    record = command.record(result, error)
+                    record.is_past = not was_tried
+                    run.journal.append(record, took_s)
+            except Exception as why:  # whatever it was, others go on
+                self._residency.drop(run)
+                result, error = None, no_room(run.journal.folder, why)
+        if error is not None:
+            command.future.set_exception(error)
+            return
+        run.steps += command.verb == "step"
+        command.future.set_result(result)
+
+    def _write_if_due(self, runs: list[Run]) -> None:
+        for run in dict.fromkeys(runs):
+            if run.journal is not None and run.state is not None and run.journal.since and run.journal.is_due:
+                self._residency.tries_to_write(run)
