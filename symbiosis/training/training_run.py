@@ -47,6 +47,9 @@ class Run:
         self.in_front = 0, 0  # tokens that its adapter puts in front of a sequence, and keys and values
         self._engine = engine
 
+    def __repr__(self) -> str:
+        return f"<run {self.name!r}: {self.steps} steps>"
+
     @property
     def model(self) -> Any:
         """PEFT's model of this adapter, as it is until the next command: to look at, not to call."""

@@ -933,6 +933,8 @@ def test_publish_refuses(served: ModelRunner) -> None:
     for url in ("localhost:8000", "http://", "http://[::1", "symbiosis://demo"):
         with pytest.raises(ConfigError, match="not the URL of a server"):
             symbiosis.publish(model, "mine", url)
+    with pytest.raises(ConfigError, match="publish takes the URL of a server such as .*, or an Engine, not None"):
+        symbiosis.publish(model, "mine", None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no server answers"):
         symbiosis.publish(model, "mine", "http://127.0.0.1:none")
     with pytest.raises(ConfigError, match="base= is for clusters"):

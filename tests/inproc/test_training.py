@@ -362,7 +362,8 @@ def test_adapters_that_lie(engine: Engine, tmp_path: Path, config: Any, factor: 
 
 
 def test_after_the_end(engine: Engine) -> None:
-    run, other = engine.create(lora()), engine.create(lora())
+    run, other = engine.create(lora(), name="mine"), engine.create(lora())
+    assert repr(run) == "<run 'mine': 0 steps>"
     run.close()
     with pytest.raises(ConfigError, match="run is closed"):
         run.forward(batch(1))

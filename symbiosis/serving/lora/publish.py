@@ -67,6 +67,10 @@ def publish(
     if isinstance(server, str):
         weights = of_trainer(model, lambda peft: weights_of(peft, adapter_of(peft, adapter)))
         return _put(server, name, weights, key, base)
+    if not hasattr(server, "publish"):
+        raise ConfigError(
+            f"publish takes the URL of a server such as http://127.0.0.1:8000, or an Engine, not {server!r:.80}"
+        )
     if base is not None:
         raise ConfigError("base= is for clusters, which have several models: an Engine has one")
     return server.publish(name, model, adapter)
