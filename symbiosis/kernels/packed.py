@@ -261,8 +261,10 @@ class GroupedWeight(PackedWeight):
         all_of = [self, *(one for one in others if isinstance(one, GroupedWeight))]
         if any(not torch.equal(one.group, self.group) for one in all_of):
             raise NotImplementedError("experts whose columns are in different orders are not stacked")
-        parts = (torch.stack([getattr(one, name) for one in all_of]) for name in ("codes", "scale", "zero"))
-        return GroupedWeight((len(all_of), *self.shape), self.format, *parts, self.group)
+        codes, scale, zero = (
+            torch.stack([getattr(one, name) for one in all_of]) for name in ("codes", "scale", "zero")
+        )
+        return GroupedWeight((len(all_of), *self.shape), self.format, codes, scale, zero, self.group)
 
     def joined(self, others: Sequence[PackedWeight]) -> "GroupedWeight":
         all_of = [self, *(one for one in others if isinstance(one, GroupedWeight))]

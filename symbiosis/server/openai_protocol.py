@@ -202,7 +202,7 @@ MOST = {  # what fields hold at most: it is counted before anything is made of t
 
 def read(kind: type[Kind], data: bytes) -> Kind:
     """Read a body of this kind, in which null is as if it were not there. Raises an `ApiError` that says what is wrong with it."""
-    as_written, large = _as_written(kind)
+    as_written, large = _as_written(kind)  # type: ignore[arg-type]
     told = msgspec.structs.asdict(decoded(as_written, data))
     fields = {name: value for name, value in told.items() if value not in (None, NULL) or name in large}
     for name, its_kind in large.items():

@@ -70,7 +70,7 @@ class ResponseStore:
         self._drop(tenant, id)
 
     def _found(self, tenant: str, id: str) -> StoredResponse:
-        found = self._of.get(tenant, {}).get(id)
+        found = self._of[tenant].get(id) if tenant in self._of else None
         if found is None:
             raise ApiError(404, f"there is no response {id[:100]!r}: it was not stored, or others have taken its room")
         return found

@@ -145,9 +145,9 @@ def nbytes_of(kind: str, shape: list[int], dtype_bits: int | None = None) -> int
     >>> nbytes_of("F32", [2, 3]), nbytes_of("F32", [2, 3], 16), nbytes_of("I64", [2, 3], 16)
     (24, 12, 48)
     """
-    is_cast = dtype_bits and "F" in kind and not kind.startswith("F8")  # codes stay as they are
-    bits = dtype_bits if is_cast else int((BITS.search(kind) or ["8"])[0])
-    return math.prod(shape) * bits // 8
+    if not dtype_bits or "F" not in kind or kind.startswith("F8"):  # codes stay as they are
+        dtype_bits = int((BITS.search(kind) or ["8"])[0])
+    return math.prod(shape) * dtype_bits // 8
 
 
 def tensors(file: Path) -> Iterator[tuple[str, str, list[int]]]:

@@ -31,14 +31,14 @@ class PackedTensor(Tensor):
     def __init__(self, packed: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedTensor({self.packed.format}, {tuple(self.shape)}, {self.dtype})"
 
     def whole(self) -> Tensor:
         return self.packed.whole(self.dtype).view(self.shape)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in KEEPS:
             return cls(args[0].packed, args[0].dtype)

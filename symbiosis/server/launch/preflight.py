@@ -5,6 +5,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from symbiosis.base import requirements
 from symbiosis.base.dtypes import DTYPE_BITS
 from symbiosis.base.folders import Use, check_caches, user_folder
@@ -43,8 +45,10 @@ def check_model(options: ServeOptions) -> None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ConfigError(f"there is no tokenizer in {folder}: the API needs one")
     if options.executor is None and (files := weight_files(folder)):
-        ranks = {"devices": options.devices, "ranks": options.ranks} if options.devices else {}
-        check_quantised(Options(model=options.model, quantize=options.quantize, **ranks), read_config(folder))
+        checked = Options(model=options.model, quantize=options.quantize)
+        if options.devices:
+            checked = msgspec.structs.replace(checked, devices=options.devices, ranks=options.ranks)
+        check_quantised(checked, read_config(folder))
         for file in files:
             check_whole(file)
         needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), (), options.quantize)
