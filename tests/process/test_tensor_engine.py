@@ -24,7 +24,7 @@ from tests.serving_api import Command, client, eventually
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400), pytest.mark.xdist_group("tensor_engine")]
 
 PROMPT = b"def average(numbers):"
-WAIT_S = 200.0
+WAIT_S = 300.0
 
 
 @pytest.fixture(scope="module")
