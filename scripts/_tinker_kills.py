@@ -20,7 +20,9 @@ from symbiosis.executor.observe.process_figures import children, command_of
 
 TOLD_S = 600.0  # for a server to be up
 PER_PROCESS = 8  # clients
-KILLED = ("http_process", "executor_main", "the engine's process") * 2
+ENGINE = "the engine's process"
+KILLED = ("http_process", "executor_main", ENGINE) * 2
+GONE_S = 1.0  # until nothing of what was killed answers
 APART = 1e-3  # of log probabilities: a step more or less is 0.1
 CLIENTS = Path(__file__).with_name("_tinker_clients.py")
 
@@ -43,11 +45,15 @@ class SupervisedServer:
 
     def kill(self, which: str) -> None:
         """Kill one of its processes, and wait until it answers again."""
-        pid = self._process.pid
-        ours = [each for each in children(pid) if which in command_of(each)] or [pid]
-        os.kill(ours[0], signal.SIGKILL)
+        engine = self._process
+        pid = (
+            engine.pid if which == ENGINE else next(each for each in children(engine.pid) if which in command_of(each))
+        )
+        os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
-        time.sleep(1.0)
+        while which == ENGINE and self._process is engine:
+            time.sleep(0.1)
+        time.sleep(GONE_S)
         self.wait()
         progress(f"{which} was killed: the server answers again after {time.monotonic() - began:.1f} s")
 
