@@ -280,8 +280,12 @@ class TenantRuns:
         self._sessions.of(tenant, id.partition(":")[0])
         if number == "0":
             return run.created
-        found = run.outcomes.get(int(number))
-        return found or self._outcome(self.of(tenant, id), int(number))
+        if (found := run.outcomes.get(int(number))) is not None:
+            return found
+        try:
+            return self._outcome(self.of(tenant, id), int(number))
+        except Busy as busy:
+            raise TinkerRefusal(str(busy), 429) from None
 
     def _outcome(self, run: TenantRun, number: int, asked: Any = None) -> "Future[PromiseOutcome]":
         """Begin a request, or return what has come of it: the engine does each number once."""
