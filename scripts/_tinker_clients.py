@@ -1,8 +1,8 @@
 """Clients of Tinker's SDK that train while the server's processes are killed, for compat_tinker.py: they run where nothing of Symbiosis is.
 
-python _tinker_clients.py MODEL FILE FIRST COUNT SECONDS
+python _tinker_clients.py MODEL FILE FIRST COUNT END
 
-Each client is a thread with a session of its own: for so many seconds it makes passes and steps, has a sampler of every fifth, and draws from it. Then it does
+Each client is a thread with a session of its own: until there is a file END it makes passes and steps, has a sampler of every fifth, and draws from it. Then it does
 as many steps again with a run of its own that nobody disturbs, and FILE tells, of each: its steps, those that the server tells of, and how far
 the two are apart.
 """
@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import threading
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -56,9 +55,9 @@ class Client:
         return found["logprobs"].to_numpy()
 
 
-def trained(model: str, number: int, seconds: float) -> dict[str, Any]:
-    client, ends = Client(model, number), time.monotonic() + seconds
-    while time.monotonic() < ends:
+def trained(model: str, number: int, end: Path) -> dict[str, Any]:
+    client = Client(model, number)
+    while not end.exists():
         client.step()
     undisturbed = Client(model, number)
     for _ in range(client.steps):
@@ -81,10 +80,10 @@ def steps_of_server(run: str) -> int:
         return next(int(each["steps"]) for each in json.load(answer)["runs"] if each["id"] == run)
 
 
-def main(model: str, file: str, first: int, count: int, seconds: float) -> None:
+def main(model: str, file: str, first: int, count: int, end: Path) -> None:
     told: list[dict[str, Any]] = []
     threads = [
-        threading.Thread(target=lambda number=number: told.append(trained(model, number, seconds)))  # type: ignore[misc]
+        threading.Thread(target=lambda number=number: told.append(trained(model, number, end)))  # type: ignore[misc]
         for number in range(first, first + count)
     ]
     for thread in threads:
@@ -97,4 +96,4 @@ def main(model: str, file: str, first: int, count: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:5]), float(sys.argv[5]))
+    main(*sys.argv[1:3], *map(int, sys.argv[3:5]), Path(sys.argv[5]))

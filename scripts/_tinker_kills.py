@@ -97,11 +97,11 @@ def train_under_kills(report: Report, interpreter: str, model: str, folder: Path
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
     }
-    programs, files = [], []
+    programs, files, end = [], [], folder / "end"
     try:
         for first in range(0, clients, PER_PROCESS):
             files.append(folder / f"clients-{first}.json")
-            words = [interpreter, CLIENTS, model, files[-1], first, min(PER_PROCESS, clients - first), seconds]
+            words = [interpreter, CLIENTS, model, files[-1], first, min(PER_PROCESS, clients - first), end]
             programs.append(subprocess.Popen([*map(str, words)], env={**os.environ, **own}))
         while len(server.told("figures")["runs"]) < clients and all(each.poll() is None for each in programs):
             time.sleep(0.5)
@@ -109,6 +109,8 @@ def train_under_kills(report: Report, interpreter: str, model: str, folder: Path
         for which in KILLED:
             time.sleep(pause)
             server.kill(which)
+        time.sleep(pause)
+        end.touch()
         if any(each.wait(TOLD_S + 10 * seconds) for each in programs):
             raise SystemExit("a client failed, as it says above")
     finally:
