@@ -4,6 +4,7 @@
     python scripts/bench_train.py many           # 8 runs of 2 x 64 and 64 runs of 1 x 128, over captured PEFT programs one after another
     python scripts/bench_train.py memory         # what 8 runs of 2 x 512 have in memory, over one run with as many tokens
     python scripts/bench_train.py whole          # Qwen3-8B's shapes: tokens per second, and their share of the GPU's peak
+    python scripts/bench_train.py curves         # a step over rows, and tokens per second over runs: scripts/plot_benchmarks.py draws them
     python scripts/bench_train.py fuse           # an eager program under autocast, with and without `symbiosis.fuse`, wrapped and not
     python scripts/bench_train.py rl             # a step of RL for 8 tenants on Llama-7B's shapes: tokens per second, beside PEFT's `generate`
     python scripts/bench_train.py --quick        # all, fewer steps
@@ -33,7 +34,7 @@ import symbiosis
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.training import Engine
 
-SUITES = ["step", "many", "memory", "whole", "fuse", "rl"]
+SUITES = ["step", "many", "memory", "curves", "whole", "fuse", "rl"]
 RANK = 16
 ENGINE_WARM_UP = (
     8  # steps: the first pass has one run, the next what came meanwhile, and the third of a size is captured
@@ -210,6 +211,26 @@ def whole(bench: Bench, report: Report) -> None:
     report.figure("whole_share_of_peak", 4 * multiplied * rows * length / took / PEAK)
 
 
+def curves(bench: Bench, tiny: bool, report: Report) -> None:
+    """What a step takes, over the rows of one run; and what runs of one sequence each come to together, and one after another."""
+    table = []
+    for rows in [16, 64, 256] if tiny else [64, 256, 1024, 4096, 8192]:
+        length = min(rows, 1024)
+        took = bench.products_s(rows), bench.engine_s(1, rows // length, length), bench.peft_s(rows // length, length)
+        for series, seconds in zip(("products", "engine", "peft"), took, strict=True):
+            report.figure(f"curve_rows_{rows}_{series}_ms", 1e3 * seconds)
+        table.append((rows, *(f"{1e3 * seconds:.1f}" for seconds in took)))
+    print_table(("rows", "products ms", "engine ms", "PEFT ms"), table)
+    length, table = 16 if tiny else 128, []
+    alone = length / bench.peft_s(1, length, captured=bench.device == "cuda")
+    for runs in [1, 4, 16] if tiny else [1, 2, 4, 8, 16, 32, 64]:
+        together = runs * length / bench.engine_s(runs, 1, length)
+        report.figure(f"curve_runs_{runs}_together_tokens_per_s", together)
+        report.figure(f"curve_runs_{runs}_peft_in_turn_tokens_per_s", alone)
+        table.append((runs, f"{together:,.0f}", f"{alone:,.0f}"))
+    print_table(("runs", "together tokens/s", "PEFT in turn"), table)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="*", help=f"{', '.join(SUITES)}; default: all")
@@ -234,7 +255,7 @@ def main() -> int:
     if given.tiny:
         torch.set_num_threads(1)
     dtype = torch.float32 if given.tiny else torch.bfloat16
-    if {"step", "many", "memory"} & set(suites):
+    if {"step", "many", "memory", "curves"} & set(suites):
         bench = Bench(shape, device, dtype, steps)
         if "step" in suites:
             step(bench, shapes, report)
@@ -242,6 +263,8 @@ def main() -> int:
             many(bench, loads, report)
         if "memory" in suites and not given.tiny:
             memory(bench, report)
+        if "curves" in suites:
+            curves(bench, given.tiny, report)
         del bench
     torch.cuda.empty_cache()
     if "whole" in suites and not given.tiny:

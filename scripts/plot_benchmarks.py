@@ -1,6 +1,6 @@
 """Draw each benchmark's result beside its JSON file: a chart of its bars, or of its times or ratios where it has no bars.
 
-A bar's figure is drawn as a part of what it must be, so that the bar is one line for all; what is more than twice that is cut off.
+What was measured over rows or runs is drawn as curves, in a file of its own. A bar's figure is drawn as a part of what it must be, so that the bar is one line for all; what is more than twice that is cut off.
 The files are what the scripts' last lines are.
 
     python scripts/plot_benchmarks.py                       # all of docs/benchmarks
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
+
+import _curves
 
 from symbiosis.base.reporting import Report, print_table
 
@@ -116,10 +118,13 @@ def main() -> int:
     files: list[Path] = parser.parse_args().files or sorted(RESULTS.glob("*.json"))
     report, rows = Report("plot_benchmarks"), []
     for file in files:
-        chart = chart_of(file.stem, json.loads(file.read_text()))
+        told = json.loads(file.read_text())
+        chart = chart_of(file.stem, told)
         drawn = file.with_suffix(".svg")
         if chart is not None:
             drawn.write_text(svg(chart))
+        for (axis, unit), curves in _curves.curves_of(told).items():
+            file.with_name(f"{file.stem}-{unit}-over-{axis}.svg").write_text(_curves.svg(file.stem, axis, unit, curves))
         report.figure(file.name, len(chart.rows) if chart else 0)
         rows.append((file.name, len(chart.rows) if chart else 0, drawn.name if chart else "nothing to draw"))
     print_table(("result", "rows", "plot"), rows)

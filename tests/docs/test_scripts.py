@@ -384,6 +384,23 @@ def test_a_report_is_plotted(
     assert not (tmp_path / "nothing.svg").exists()
 
 
+def test_curves_are_plotted_over_their_numbers(
+    script: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot, report = script("plot_benchmarks"), Report("bench_<x>")
+    for rows, ms in ((64, 1.0), (256, 10.0), (1024, 100.0)):
+        report.figure(f"curve_rows_{rows}_engine_ms", ms)
+        report.figure(f"curve_rows_{rows}_products_ms", ms / 10)
+    report.finish(table=False)
+    (tmp_path / "x.json").write_text(capsys.readouterr().out)
+    monkeypatch.setattr(sys, "argv", ["plot_benchmarks.py", str(tmp_path / "x.json")])
+    assert plot.main() == 0
+    points = ElementTree.parse(tmp_path / "x-ms-over-rows.svg").getroot().findall("{*}circle")
+    xs, ys = ([float(point.attrib[at]) for point in points] for at in ("cx", "cy"))
+    assert xs[:3] == xs[3:] and xs[1] - xs[0] == xs[2] - xs[1] > 0
+    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2) and ys[3] > ys[0] > ys[1]  # lower is less
+
+
 def test_the_plots_are_those_of_the_results(script: Callable) -> None:
     plot = script("plot_benchmarks")
     results = sorted(plot.RESULTS.glob("*.json"))
