@@ -82,7 +82,7 @@ def kill(running: Running, *names: str) -> None:
 
 @pytest.fixture
 def running(model: Path, tmp_path: Path) -> Iterator[Running]:
-    with cluster(tmp_path, FILE.format(model=model, servers=2, mapped="true")) as found:
+    with cluster(tmp_path, FILE.format(model=model, servers=2, mapped="true"), forked=True) as found:
         yield found
 
 

@@ -280,7 +280,7 @@ def _health(command: Command) -> tuple[int, str]:
 
 
 def test_a_step_that_takes_too_long_ends_the_server() -> None:
-    command = Command("--max-step-s", "0.001")
+    command = Command("--max-step-s", "0.001", forked=True)
     try:
         executor = command.child("executor_main")
         with pytest.raises(openai.APIConnectionError):
@@ -329,7 +329,7 @@ def test_a_server_says_that_it_is_ready_when_it_answers() -> None:
 )
 def test_a_server_that_has_no_memory_left_ends(limit: str) -> None:
     """Else it would say that it works, and fail at one request after the other. Where there is memory, only the request has failed."""
-    command = Command(before=STARVES.format(limit=limit))
+    command = Command(before=STARVES.format(limit=limit), forked=True)
     try:
         executor, api = command.child("executor_main"), client(command.url)
         with pytest.raises(openai.APIError):
@@ -367,7 +367,7 @@ def test_what_a_killed_server_leaves_behind_the_next_one_removes(own: Command, f
     own.process.wait(60)
     upload.close()
     eventually(lambda: not _serves(own))
-    second = Command("--log-format", "json", "--adapters", str(tmp_path))
+    second = Command("--log-format", "json", "--adapters", str(tmp_path), forked=True)
     try:
         eventually(lambda: any("'broken' has no adapter_config.json" in line for line in second.errors))
         left = {path for path in folders.rglob("*") if not path.is_dir() or path.name.startswith("serve-")}

@@ -116,7 +116,7 @@ print("done", flush=True)
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Command]:
-    command = Command("--train", "--checkpoints", str(tmp_path / "checkpoints"))
+    command = Command("--train", "--checkpoints", str(tmp_path / "checkpoints"), forked=True)
     try:
         yield command
     finally:
