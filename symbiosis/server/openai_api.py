@@ -294,6 +294,7 @@ async def unload_adapter(front: ServingState, request: Request) -> ASGIApp:
 async def put_adapter(front: ServingState, request: Request) -> ASGIApp:
     """Add a new version of this name, from the bytes of a safetensors file that has the configuration in its metadata."""
     front.administrator(request)
+    _check_base(front, request)
     name = request.path_params["name"]
     with (
         storing("the server's folder for adapters that are sent", front.uploads),
@@ -306,8 +307,16 @@ async def put_adapter(front: ServingState, request: Request) -> ASGIApp:
 
 async def delete_adapter(front: ServingState, request: Request) -> ASGIApp:
     front.administrator(request)
+    _check_base(front, request)
     await front.remote.ask(type(None), "remove", request.path_params["name"])
     return Response(status_code=204)
+
+
+def _check_base(front: ServingState, request: Request) -> None:
+    """Refuse a request for another base than this server's, as `?model=` names it to a cluster."""
+    base = request.query_params.get("model")
+    if base not in (None, front.options.model):
+        raise unknown_model(base, [front.options.model])
 
 
 async def health(front: ServingState, request: Request) -> ASGIApp:

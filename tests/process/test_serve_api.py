@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -428,6 +429,9 @@ def test_an_adapter_can_be_sent(api: Api) -> None:
     for data in (b"", b"x" * 100, b"\xff" * 16, json.dumps({}).encode()):
         refused = web.put(f"{api.url}/v1/adapters/sent", content=data)
         assert refused.status_code == 400 and "safetensors" in refused.json()["error"]["message"]
+    for ask in (partial(web.put, content=packed(ADAPTERS / "python")), web.delete):
+        other = ask(f"{api.url}/v1/adapters/sent?model=other")  # as to a cluster, which has several
+        assert other.status_code == 404 and "there is no model 'other'" in other.json()["error"]["message"]
     assert web.delete(f"{api.url}/v1/adapters/sent").status_code == 204
     assert web.delete(f"{api.url}/v1/adapters/sent").status_code == 404
 
