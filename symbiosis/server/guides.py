@@ -83,7 +83,10 @@ def literal(text: str) -> str:
 def _schema(given: bytes, field: str) -> str:
     """Return the text of a schema, which is an object, or such a text."""
     if given.startswith(b'"'):
-        return msgspec.json.decode(given, type=str)
+        try:
+            return msgspec.json.decode(given, type=str)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise wrong(f"{field}: the schema is no text: {error}", field) from None
     if not given.startswith(b"{"):
         raise wrong(f"{field}: a JSON schema is an object, or the text of one", field)
     return _text(given, field)

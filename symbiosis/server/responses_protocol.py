@@ -128,7 +128,11 @@ def messages_of(items: list[dict[str, Any]]) -> list[Message]:
         kind = item.get("type", "message")
         told = {name: value for name, value in item.items() if name not in OF_ITEMS and value is not None}
         if kind == "message":
-            messages.append({**told, "content": _content(told.get("content"))})
+            if unknown := told.keys() - {"role", "content"}:
+                raise wrong(
+                    f"input: a message has a role and content, and this has {min(unknown)[:100]!r}, too", "input"
+                )
+            messages.append({"role": told.get("role"), "content": _content(told.get("content"))})
         elif kind == "function_call":
             _check_fields(kind, told, "call_id", "name", "arguments")
             if not messages or messages[-1]["role"] != "assistant":

@@ -146,6 +146,11 @@ def test_a_text_has_a_format(api: Api) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "no images"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "call_id"),
         ({"input": []}, "empty"),
+        (
+            {"input": [{"content": "x"}, {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}]},
+            "role",
+        ),
+        ({"input": [{"role": "assistant", "content": "x", "tool_calls": "y"}]}, "'tool_calls', too"),
         ({"previous_response_id": "resp_x"}, "no response 'resp_x'"),
         ({"extra_body": {"speed": 1}}, "speed"),
         ({"model": "nobody"}, "nobody"),
