@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from symbiosis.protocol.cluster_state import Member, Told, told_by
 from symbiosis.server.api_app import SECRET_HEADER
 from tests.forked import Symbiosis
@@ -55,6 +57,15 @@ def cluster(folder: Path, text: str, forked: bool = False) -> Iterator[Running]:
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
+
+
+@contextlib.contextmanager
+def cluster_at(folder: Path, text: str, forked: bool = False) -> Iterator[Running]:
+    """Run a cluster whose sockets are in this folder, where this process, too, finds them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_RUNTIME_DIR", str(folder))
+        with cluster(folder, text, forked) as found:
+            yield found
 
 
 def started(file: Path) -> "subprocess.Popen[str]":

@@ -28,7 +28,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.protocol.cluster_state import executors_at
 from tests.browser import browser, is_installed
-from tests.cluster import AS_FRONT, Running, cluster, wait_for_servers
+from tests.cluster import AS_FRONT, Running, cluster, cluster_at, wait_for_servers
 from tests.processes import run
 from tests.secret_files import write_secret
 from tests.serving_api import client, eventually, web
@@ -58,15 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(folder: Path) -> Iterator[Running]:
     shutil.copytree(DEMO_MODEL / "adapters", folder / "adapters")
     write_secret(folder / "keys", "alice alice-key-1 admin\nbob bob-key-22 requests=1\n")
-    before = os.environ.get("XDG_RUNTIME_DIR")
-    os.environ["XDG_RUNTIME_DIR"] = str(folder)
-    try:
-        with cluster(folder, FILE.format(folder=folder)) as found:
-            yield found
-    finally:
-        os.environ.pop("XDG_RUNTIME_DIR")
-        if before is not None:
-            os.environ["XDG_RUNTIME_DIR"] = before
+    with cluster_at(folder, FILE.format(folder=folder)) as found:
+        yield found
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import symbiosis
 from symbiosis.cluster.controller.control_socket import send_order
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from tests.cluster import Running, cluster
+from tests.cluster import Running, cluster_at
 from tests.serving_api import client, eventually, web
 
 COMMON = "port: 0\nidle_s: 2\nfront_ends: 2\nmodels:\n"
@@ -46,15 +46,9 @@ def text(versions: dict[str, Path], names: str, aliases: str) -> str:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, versions: dict[str, Path]) -> Iterator[Running]:
-    folder, before = tmp_path_factory.mktemp("exchange"), os.environ.get("XDG_RUNTIME_DIR")
-    os.environ["XDG_RUNTIME_DIR"] = str(folder)
-    try:
-        with cluster(folder, text(versions, "old", "{chat: {old: 1}}"), forked=True) as found:
-            yield found
-    finally:
-        os.environ.pop("XDG_RUNTIME_DIR")
-        if before is not None:
-            os.environ["XDG_RUNTIME_DIR"] = before
+    folder = tmp_path_factory.mktemp("exchange")
+    with cluster_at(folder, text(versions, "old", "{chat: {old: 1}}"), forked=True) as found:
+        yield found
 
 
 def apply(running: Running, changed: str) -> str:

@@ -17,7 +17,7 @@ from symbiosis.cluster.controller.local_process import descendants
 from symbiosis.cluster.controller.preflight import footprint_of, is_free
 from symbiosis.cluster.plan import Plan, load
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from tests.cluster import Running, cluster
+from tests.cluster import Running, cluster_at
 from tests.processes import Executor
 from tests.prometheus import DEPLOY, Prometheus, filled_in, needs_prometheus, panels, prometheus
 from tests.secret_files import write_secret
@@ -42,10 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(folder: Path) -> Iterator[Running]:
     shutil.copytree(DEMO_MODEL / "adapters", folder / "adapters")
     write_secret(folder / "keys", f"alice {KEY} admin\nbob bob-key-22\n")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("XDG_RUNTIME_DIR", str(folder))
-        with cluster(folder, FILE.format(base=free_ports(3))) as found:
-            yield found
+    with cluster_at(folder, FILE.format(base=free_ports(3))) as found:
+        yield found
 
 
 def free_ports(count: int) -> int:
