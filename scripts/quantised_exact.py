@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +35,6 @@ from symbiosis.base.reporting import Report, print_table
 from symbiosis.executor.model.load import load_model
 from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.executor.model.store import Store
-from symbiosis.executor.observe.latest_figures import rss_bytes
 from symbiosis.kernels.packing import FORMATS
 from tests.quantised import WRITERS, write
 
@@ -180,16 +180,27 @@ def qlora(folder: Path, steps: int) -> tuple[int, float]:
     return differing(mine, alone), max(abs(a - b) for a, b in zip(losses, others, strict=True))
 
 
+def _anonymous() -> int:
+    """Return the bytes of this process's own memory, without files that it maps."""
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) << 10
+
+
 def _peak(folder: Path, quantize: str | None, told: Any) -> None:
     """Tell how much memory an executor has taken to load a model, at most, and how much its weights take."""
     load_model("demo")  # what libraries take
-    with Path("/proc/self/clear_refs").open("w") as file:
-        file.write("5")  # begins to count anew
-    before = rss_bytes()
+    before, most, loaded = _anonymous(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not loaded.wait(0.002):
+            most = max(most, _anonymous())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
     store = Store(load_model(str(folder), quantize=quantize))
-    status = Path("/proc/self/status").read_text()
-    peak = int(status.partition("VmHWM:")[2].split()[0]) << 10
-    told.send((peak - before, store.nbytes))
+    loaded.set()
+    watching.join()
+    told.send((max(most, _anonymous()) - before, store.nbytes))
 
 
 def memory(folder: Path, format: str) -> float:

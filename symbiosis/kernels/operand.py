@@ -35,6 +35,20 @@ def rows_of(part: Tensor, weight: Tensor) -> slice:
     return slice(first // columns, last // columns + 1) if part.numel() else slice(0, 0)
 
 
+def columns_of(part: Tensor, weight: Tensor) -> slice:
+    """Return the columns of a weight in which a part of it lies that is a matrix, or its transpose; all of them for any other part.
+
+    >>> columns_of(torch.zeros(8, 4)[:, 1:3].t(), torch.zeros(8, 4))
+    slice(1, 3, None)
+    """
+    columns = weight.shape[-1]
+    if part.dim() != 2 or sorted(part.stride()) != [1, columns]:
+        return slice(0, columns)
+    first = part.storage_offset() % columns
+    width = part.shape[part.stride().index(1)]
+    return slice(first, first + width) if first + width <= columns else slice(0, columns)
+
+
 def cast(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a matrix to the dtype of the rows, as autocast would. A stack that repeats one matrix is cast once."""
     if matrix.dtype is not dtype and matrix.dim() == 3 and matrix.stride(0) == 0:

@@ -55,7 +55,8 @@ class PackedWeight:
         return replace(self, **{name: change(part) for name, part in self.parts.items()})  # type: ignore[arg-type]
 
     def whole(self, dtype: torch.dtype, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """Return the matrix, or some rows and columns of it; a stack has the rows of its matrices one below the other.
+        """Return the matrix, or some rows and columns of it, as they lie in memory for those rows; a stack has the rows of its matrices one below
+        the other.
 
         >>> weight = ScaledWeight((2, 2), "int8", torch.tensor([[1, 2], [3, 4]], dtype=torch.int8), torch.tensor([[0.5], [2.0]]), (1, 2))
         >>> weight.whole(torch.float32).tolist(), weight.whole(torch.float32, slice(1, 2), slice(1, 2)).tolist()
@@ -64,7 +65,7 @@ class PackedWeight:
         K = self.shape[-1]
         first, last, _ = rows.indices(prod(self.shape[:-1]))
         left, right, _ = columns.indices(K)
-        whole = torch.empty(last - first, right - left, dtype=dtype, device=self.device)
+        whole = torch.empty(last - first, K, dtype=dtype, device=self.device)[:, left:right]
         step = max(1, (PIECE_ON_GPU if whole.is_cuda else PIECE) // max(1, K))
         for begin in range(first, last, step):
             end = min(last, begin + step)

@@ -492,6 +492,17 @@ def test_an_adapter_is_published_in_milliseconds(
     assert "publish_ms" in capsys.readouterr().out
 
 
+def test_bars_of_exact_quantisation(script: Callable) -> None:
+    """A value that differs is found."""
+    exact = script("quantised_exact")
+    a = [torch.ones(3), torch.zeros(2, 2)]
+    b = [part.clone() for part in a]
+    assert exact.differing(a, b) == 0
+    b[0][1], b[1][1, 0] = 2.0, 1e-30
+    assert exact.differing(a, b) == 2
+    assert len(exact.WRITERS) >= 13 and len(exact.FAMILIES) == 6
+
+
 def test_bars_of_exact_training(script: Callable) -> None:
     """Whatever is off, is found."""
     exact = script("train_exact")

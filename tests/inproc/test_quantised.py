@@ -15,6 +15,9 @@ import symbiosis
 from symbiosis import training
 from symbiosis.errors import ConfigError, WrapError
 from symbiosis.executor.model.load import load_model
+from symbiosis.executor.model.store import Store
+from symbiosis.kernels.operand import matrix_of
+from symbiosis.protocol import Op
 from symbiosis.serving import Engine
 from symbiosis.serving.request import Request, Sampling
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
@@ -115,6 +118,20 @@ def test_biases_are_as_they_were(tmp_path: Path) -> None:
     values = write(model, tmp_path / "model", "gptq")
     with symbiosis.Executor(str(tmp_path / "model")) as executor:
         same(symbiosis.from_executor(executor.endpoint), with_values(model.requires_grad_(False), values))
+
+
+def test_an_operand_lies_as_in_the_whole_matrix(tmp_path: Path) -> None:
+    """Rounding depends on strides, too."""
+    tiny_mixtral().save_pretrained(tmp_path)  # type: ignore[operator]
+    store = Store(load_model(str(tmp_path), quantize="int8"))
+    parts = [(...,), (..., slice(5, 9)), (slice(3, 7), slice(None)), (slice(1, 3), slice(2, 8), slice(5, 9))]
+    for number, layer in enumerate(store.manifest):
+        for op in (Op.FORWARD, Op.DGRAD) if layer.kind == "linear" else (Op.READ,) if layer.kind == "tensor" else ():
+            matrix = matrix_of(store.whole(number), layer.transposes(op), None)
+            for part in parts[: 4 if layer.kind == "tensor" else 3]:
+                found = store.operand(number, op, None, "float32", part)
+                wanted = matrix if part == (...,) else matrix[part]
+                assert torch.equal(found, wanted) and found.stride() == wanted.stride(), (layer.name, op, part)
 
 
 def test_several_calls_are_joined(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.kernels.integers import quantise, warm
 from symbiosis.kernels.of_bitsandbytes import dtype_of, packed_of
-from symbiosis.kernels.operand import cast, matrix_of, rows_of
+from symbiosis.kernels.operand import cast, columns_of, matrix_of, rows_of
 from symbiosis.kernels.packed import CODES, PackedWeight
 from symbiosis.protocol import ELSEWHERE, MAX_DIM, WEIGHT_BITS, Call, Layer, Op, View, outputs_of
 from symbiosis.transport.fingerprint import digest, model_fingerprint
@@ -247,13 +247,13 @@ class Store:
         return matrix if matrix.dtype is wanted else cast(matrix, wanted)
 
     def _whole_operand(self, layer: int, matrix: Tensor, dtype: torch.dtype, part: tuple[Any, ...]) -> Tensor:
-        """Return a part of a packed layer's matrix in this dtype, with the strides that it has in the whole one. Only the rows of the weight in
-        which it lies are made whole."""
+        """Return a part of a packed layer's matrix in this dtype, with the strides that it has in the whole one. Only the rows and columns of
+        the weight in which it lies are made whole."""
         wanted = matrix[part] if part != (...,) else matrix
-        rows = rows_of(wanted, self.weights[layer])
-        whole = self.packed[layer].whole(dtype, rows)
-        begin = wanted.storage_offset() - rows.start * whole.shape[1]
-        return whole.as_strided(wanted.shape, wanted.stride(), begin)
+        weight = self.weights[layer]
+        rows = rows_of(wanted, weight)
+        whole = self.packed[layer].whole(dtype, rows, columns_of(wanted, weight))
+        return whole.as_strided(wanted.shape, wanted.stride(), wanted.storage_offset() - rows.start * weight.shape[-1])
 
     def whole(self, layer: int) -> Tensor:
         """Return a weight, made whole if it is packed."""
