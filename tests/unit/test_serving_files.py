@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,3 +230,16 @@ def test_a_header_may_be_as_large_whether_the_adapter_is_sent_or_lies_in_the_fol
     larger.write_bytes(larger.read_bytes()[:100])
     with pytest.raises(ApiError, match="is no safetensors file whose metadata has"):
         _config(larger)
+
+
+def test_an_adapter_whose_mtime_was_put_back_is_another(tmp_path: Path) -> None:
+    """All adapters of one configuration have one size, and `rsync --times` and builds of images set the time."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_bytes(b"before")
+    file, before = tmp_path / "adapter_model.safetensors", adapter_files.state_of(tmp_path)
+    times = file.stat()
+    time.sleep(0.02)  # a tick of the file system's clock
+    with file.open("r+b") as opened:
+        opened.write(b"after!")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert file.stat().st_mtime_ns == times.st_mtime_ns and adapter_files.state_of(tmp_path) != before

@@ -99,12 +99,14 @@ def read_adapter(path: Path, most_bytes: int = MOST_TENSOR_BYTES, most_tensors: 
 
 
 def state_of(folder: Path) -> tuple[int, ...] | None:
-    """Return a tuple that differs whenever the adapter there has changed, or None if there is none."""
+    """Return a tuple that differs whenever the adapter there has changed, also by who puts its mtime back, or None if there is none."""
     try:
         states = [(folder / name).stat() for name in (CONFIG, TENSORS)]
     except OSError:
         return None
-    return tuple(number for state in states for number in (state.st_mtime_ns, state.st_size, state.st_ino))
+    return tuple(
+        number for state in states for number in (state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino)
+    )
 
 
 def _read(file: Path, most: int) -> memoryview:
