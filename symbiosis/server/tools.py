@@ -19,6 +19,7 @@ NOT_STRICT = (
     "tools: strict holds here with tool_choice 'required' or a function; with 'auto' only for models that call tools as hermes or llama3_json, and "
     "this one does as {}"
 )
+NO_SCHEMA = "tools: a schema for the answer beside them is only for models that call tools as hermes, and this one does as {}: ask for one of them"
 SEVERAL = "tool_choice: a text with a {} and tools that must be called cannot be: ask for one of them"
 
 
@@ -31,8 +32,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     @property
     def schema(self) -> str:
         """The schema of its arguments, for a grammar. They are written without spaces, which a model may else write for ever."""
-        given = self.parameters or {"type": "object", "properties": {}}
-        return msgspec.json.encode({**given, "x-guidance": {"whitespace_flexible": False}}).decode()
+        return compact(self.parameters or {"type": "object", "properties": {}})
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
@@ -122,16 +122,29 @@ def format_of(template: str) -> ToolFormat | None:
 def check_use(use: ToolUse, format: str | None, follows: str | None) -> None:
     """Raise `ApiError` for what is asked of tools and cannot be had of this model. `follows`: what else the text must follow."""
     if use.must:
-        if follows is not None:
+        if follows not in (None, "schema"):  # a schema is for an answer that calls nothing, of which there is none
             raise wrong(SEVERAL.format(follows), "tool_choice")
         return
     if format is None:
         raise wrong(NO_FORMAT, "tool_choice")
     if follows not in (None, "schema"):
         raise wrong(f"tools and a {follows} for the answer cannot both be: ask for one of them", "tools")
-    is_strict = follows is not None or any(each.strict for each in use.callable)
-    if is_strict and format not in ("hermes", "llama3_json"):
+    if follows is not None and format != "hermes":  # what begins as a call does could not be told from an answer
+        raise wrong(NO_SCHEMA.format(format), "tools")
+    if any(each.strict for each in use.callable) and format not in ("hermes", "llama3_json"):
         raise wrong(NOT_STRICT.format(format), "tools")
+
+
+def compact(schema: dict[str, Any]) -> str:
+    """Return a schema, for a grammar, of JSON without spaces."""
+    return msgspec.json.encode({**schema, "x-guidance": {"whitespace_flexible": False}}).decode()
+
+
+def _compact_text(schema: str) -> str:
+    try:
+        return compact(msgspec.json.decode(schema, type=dict[str, Any]))
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise wrong(f"response_format: the schema is not JSON: {error}", "response_format") from None
 
 
 def call_format(use: ToolUse, format: str | None) -> str | None:
@@ -144,7 +157,7 @@ def grammar_of(use: ToolUse, format: str | None, answer: str | None = None) -> s
 
     Args:
         format: Of the calls; None: a JSON list, as for the formats that are no JSON.
-        answer: The schema that the text follows if it calls nothing.
+        answer: The schema that the text follows if it calls nothing, for hermes.
 
     >>> print(grammar_of(ToolUse([Tool("function", Function("f", parameters={}))], True, None, 1), "llama3_json"))
     start: call
@@ -169,13 +182,9 @@ def grammar_of(use: ToolUse, format: str | None, answer: str | None = None) -> s
         start = start if use.must else f"TEXT | {start}\nTEXT: /([^{{](.|\\n)*)?/"
     else:
         start = '"[" call "]"' if once else '"[" call (", " call)* "]"'
-    if answer is not None:
-        start = (
-            start.replace("TEXT |", "answer |", 1).partition("\nTEXT:")[0]
-            if format == "llama3_json"
-            else _hermes(True, once) + " | answer"
-        )
-        rules.append(f"answer: %json {answer}")
+    if answer is not None and not use.must:
+        start = _hermes(True, once) + " | answer"
+        rules.append(f"answer: %json {_compact_text(answer)}")
     return "\n".join([f"start: {start}", *rules])
 
 
