@@ -5,6 +5,7 @@
     python scripts/bench_train.py memory         # what 8 runs of 2 x 512 have in memory, over one run with as many tokens
     python scripts/bench_train.py whole          # Qwen3-8B's shapes: tokens per second, and their share of the GPU's peak
     python scripts/bench_train.py curves         # a step over rows, and tokens per second over runs: scripts/plot_benchmarks.py draws them
+    python scripts/bench_train.py beside --tiny  # beside a wrapped trainer and a program that makes tokens, on one executor (CPU only)
     python scripts/bench_train.py fuse           # an eager program under autocast, with and without `symbiosis.fuse`, wrapped and not
     python scripts/bench_train.py rl             # a step of RL for 8 tenants on Llama-7B's shapes: tokens per second, beside PEFT's `generate`
     python scripts/bench_train.py --quick        # all, fewer steps
@@ -23,6 +24,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import _beside
 import _fuse
 import _rl
 import torch
@@ -34,7 +36,7 @@ import symbiosis
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.training import Engine
 
-SUITES = ["step", "many", "memory", "curves", "whole", "fuse", "rl"]
+SUITES = ["step", "many", "memory", "curves", "beside", "whole", "fuse", "rl"]
 RANK = 16
 ENGINE_WARM_UP = (
     8  # steps: the first pass has one run, the next what came meanwhile, and the third of a size is captured
@@ -266,6 +268,9 @@ def main() -> int:
         if "curves" in suites:
             curves(bench, given.tiny, report)
         del bench
+    if "beside" in suites and given.tiny:
+        model = shape.build(device).to(dtype)
+        _beside.beside(model, config, shape.vocabulary, 4.0 if given.quick else 15.0, report)
     torch.cuda.empty_cache()
     if "whole" in suites and not given.tiny:
         whole(Bench(QWEN3_8B, device, dtype, steps), report)
