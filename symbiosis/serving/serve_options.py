@@ -81,8 +81,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantize: Annotated[Literal["int8", "fp8", "nf4"] | None, Doc(
         "Have the executor that is started hold a float checkpoint's weights in 8 or 4 bits. Default: as the checkpoint has them.")] = None
     devices: Annotated[str | None, Doc(
-        "Divide the model over several devices, with a process (a rank) on each, which compute every layer together: GPUs, such as 0-3 or 0,2, or "
-        "cpu, with --ranks. --memory is that of each; a share of a CPU's is that of all.")] = None
+        "Divide the model over several devices, with a process (a rank) on each, which compute every layer together: cpu, with --ranks, or GPUs, "
+        "such as 0-3 or 0,2, which are refused for now. --memory is that of each; a share of a CPU's is that of all.")] = None
     ranks: Annotated[int | None, Doc("With --devices cpu: how many ranks.")] = None
     compile: Annotated[bool, Doc("Compile the model's layers, on a GPU: faster steps, after a start of up to a minute more.")] = False
     drain_s: Annotated[float, Doc(

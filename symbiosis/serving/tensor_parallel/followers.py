@@ -31,6 +31,9 @@ logger = logging.getLogger("symbiosis")
 ENTRY = "symbiosis.serving.tensor_parallel.follower:main"
 STOP_S = 10.0  # for a rank, when the engine closes
 NOTICED_S = 1.0  # within which a rank's death is
+OVER_GPUS = (
+    False  # ranks on two H200s have waited for one another for ever: for tests and benchmarks that look for the reason
+)
 
 
 class Follower:
@@ -182,6 +185,15 @@ def _environment(order: RankOrder) -> dict[str, str]:
 def threads_of_a_rank(ranks: int) -> int:
     """Return how many threads compute for each rank on a CPU, whose cores they share."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def must_be_cpus(devices: Sequence[str]) -> None:
+    """Raise `ConfigError` if the model would be divided over GPUs."""
+    if not OVER_GPUS and any(device != "cpu" for device in devices):
+        raise ConfigError(
+            "a model is divided over CPUs only: over GPUs, ranks have been seen to wait for one another for ever. Serve on one GPU, or start "
+            "symbiosis-executor MODEL --devices 0-3, whose ranks hold whole layers, and serve with --executor"
+        )
 
 
 def must_be_reachable(endpoint: str) -> None:

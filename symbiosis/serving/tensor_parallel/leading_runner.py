@@ -31,7 +31,7 @@ from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput, Sequen
 from symbiosis.serving.tensor_parallel.adapter_pieces import piece_of, tensors_of, written
 from symbiosis.serving.tensor_parallel.collectives import Collectives
 from symbiosis.serving.tensor_parallel.division import INSTEAD
-from symbiosis.serving.tensor_parallel.followers import Followers, must_be_reachable, threads_of_a_rank
+from symbiosis.serving.tensor_parallel.followers import Followers, must_be_cpus, must_be_reachable, threads_of_a_rank
 from symbiosis.serving.tensor_parallel.nccl_group import meeting
 from symbiosis.serving.tensor_parallel.rank_group import rank_group
 from symbiosis.serving.tensor_parallel.rank_messages import AdapterPiece, MeetRanks, RankOrder, RankReady
@@ -51,6 +51,7 @@ def divided(model: object, devices: Items[str], **options: Any) -> "LeadingRunne
     """Divide the model of an executor over devices, with a rank on each."""
     if not isinstance(model, str):
         raise ConfigError("over several devices, a model comes from an executor: give its endpoint")
+    must_be_cpus(devices)
     return LeadingRunner(RankOrder(endpoint=model, rank=0, ranks=len(devices), device=devices[0], **options), devices)
 
 
