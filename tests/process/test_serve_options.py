@@ -38,7 +38,7 @@ def command(executor: symbiosis.Executor, tmp_path_factory: pytest.TempPathFacto
     command = Command(
         "--executor", executor.endpoint, "--adapters", f"loud={ADAPTERS / 'shout'}", "--adapters", f"code={ADAPTERS / 'python'}",
         "--policy", "vtc", "--api-keys", str(keys), "--max-batch", "2", "--max-tenant-batch", "2", "--adapters-in-batch", "1",
-        "--prefill-tokens", "8",
+        "--prefill-tokens", "8", forked=True,
     )  # fmt: skip
     with closing(command):
         yield command
@@ -96,7 +96,7 @@ def test_options_of_a_file_hold_unless_the_command_says_otherwise(tmp_path: Path
     file.write_text(
         f"served-model-name: base\nadapters: [{ADAPTERS}]\nmax-requests: 3\nadapters-in-batch: 2\nprefill-tokens: 16\n"
     )
-    with closing(Command("--config", str(file), "--prefill-tokens", "40")) as command:
+    with closing(Command("--config", str(file), "--prefill-tokens", "40", forked=True)) as command:
         assert [each.id for each in client(command.url).models.list()] == ["base", "python", "shout", "whisper"]
         with pytest.raises(openai.BadRequestError, match="at most 3 completions, and this would be 4"):
             complete(command, model="base", n=4)
