@@ -28,6 +28,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from _processes import prepare
 from peft import LoraConfig, PeftConfig, TaskType, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
@@ -320,6 +321,7 @@ def main() -> int:
         "--quick", action="store_true", help="16 runs, 4 steps and three families, instead of 32, 10 and nine"
     )
     quick = parser.parse_args().quick
+    prepare(1)
     warnings.filterwarnings("ignore", category=UserWarning)
     report = Report("train_exact")
     kinds, joined = many_runs(*((16, 4) if quick else (32, 10)))

@@ -153,7 +153,7 @@ def test_padding_of_a_batch_is_cut_off() -> None:
 
 def test_layouts() -> None:
     packed, padded = PackLayout((3, 3, 2), True), PackLayout((3, 1, 2), False)
-    assert (packed.rows, packed.firsts, list(packed.blocks())) == (8, [0, 3, 6], [(0, 2, 3), (6, 1, 2)])
+    assert (packed.rows, packed.firsts, list(packed.blocks())) == (8, [0, 3, 6], [(0, 2, 3, None), (6, 1, 2, None)])
     assert (padded.rows, padded.firsts) == (9, [0, 3, 6])
 
 

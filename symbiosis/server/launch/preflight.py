@@ -20,7 +20,7 @@ from symbiosis.executor.preflight import SMALLER, check_one_device, check_quanti
 from symbiosis.protocol.endpoints import is_within_process, parts_of
 from symbiosis.server.launch import footprint
 from symbiosis.serving.serve_options import ServeOptions
-from symbiosis.serving.tensor_parallel.followers import must_be_cpus
+from symbiosis.serving.tensor_parallel.places import must_be_cpus, must_be_reachable
 
 INSTALL = "`symbiosis serve` needs the packages of an extra: pip install 'symbiosis-llm[serve]'"
 DEMO_ADAPTERS = Path(__file__).parents[2] / "demo_model" / "adapters"
@@ -84,10 +84,8 @@ def check_devices(options: ServeOptions) -> None:
     must_be_cpus(options.places)
     for device in dict.fromkeys(options.places):
         check_one_device(device, on_gpu=device != "cpu")
-    if options.places and options.executor is not None and not options.executor.startswith("local://"):
-        raise ConfigError(
-            f"--executor {options.executor}: with --devices ranks map the executor's weights, which takes one on a CPU of this host, at local://"
-        )
+    if options.places and options.executor is not None:
+        must_be_reachable(options.executor)
 
 
 def check_adapters(options: ServeOptions) -> None:

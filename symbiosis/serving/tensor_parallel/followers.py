@@ -12,7 +12,7 @@ import msgspec
 
 from symbiosis.base import procs
 from symbiosis.base.pulse import BEAT_S, SILENT_S, Pulse
-from symbiosis.errors import AdapterError, ConfigError
+from symbiosis.errors import AdapterError
 from symbiosis.serving.runner.model_runner import RanksLost
 from symbiosis.serving.tensor_parallel import rank_messages
 from symbiosis.serving.tensor_parallel.rank_messages import (
@@ -31,9 +31,6 @@ logger = logging.getLogger("symbiosis")
 ENTRY = "symbiosis.serving.tensor_parallel.follower:main"
 STOP_S = 10.0  # for a rank, when the engine closes
 NOTICED_S = 1.0  # within which a rank's death is
-OVER_GPUS = (
-    False  # ranks on two H200s have waited for one another for ever: for tests and benchmarks that look for the reason
-)
 
 
 class Follower:
@@ -185,20 +182,3 @@ def _environment(order: RankOrder) -> dict[str, str]:
 def threads_of_a_rank(ranks: int) -> int:
     """Return how many threads compute for each rank on a CPU, whose cores they share."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
-
-
-def must_be_cpus(devices: Sequence[str]) -> None:
-    """Raise `ConfigError` if the model would be divided over GPUs."""
-    if not OVER_GPUS and any(device != "cpu" for device in devices):
-        raise ConfigError(
-            "a model is divided over CPUs only: over GPUs, ranks have been seen to wait for one another for ever. Serve on one GPU, or start "
-            "symbiosis-executor MODEL --devices 0-3, whose ranks hold whole layers, and serve with --executor"
-        )
-
-
-def must_be_reachable(endpoint: str) -> None:
-    """Raise `ConfigError` unless ranks, which are processes of their own, can map weights there."""
-    if not endpoint.startswith("local://"):
-        raise ConfigError(
-            f"{endpoint}: ranks take their parts of a model from an executor that they reach at local://, and map its weights"
-        )

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections import deque
@@ -10,7 +9,6 @@ from collections.abc import Sequence as Items
 from contextlib import suppress
 from dataclasses import replace as replaced
 from itertools import count
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from symbiosis.base import procs
+from symbiosis.base.folders import temporary_folder
 from symbiosis.errors import AdapterError, ConfigError, SymbiosisError
 from symbiosis.offload.logit_check import place_of
 from symbiosis.serving.kv_cache.paged_memory import KvShape, page_elements
@@ -31,8 +30,9 @@ from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput, Sequen
 from symbiosis.serving.tensor_parallel.adapter_pieces import piece_of, tensors_of, written
 from symbiosis.serving.tensor_parallel.collectives import Collectives
 from symbiosis.serving.tensor_parallel.division import INSTEAD
-from symbiosis.serving.tensor_parallel.followers import Followers, must_be_cpus, must_be_reachable, threads_of_a_rank
+from symbiosis.serving.tensor_parallel.followers import Followers, threads_of_a_rank
 from symbiosis.serving.tensor_parallel.nccl_group import meeting
+from symbiosis.serving.tensor_parallel.places import must_be_cpus, must_be_reachable
 from symbiosis.serving.tensor_parallel.rank_group import rank_group
 from symbiosis.serving.tensor_parallel.rank_messages import AdapterPiece, MeetRanks, RankOrder, RankReady
 from symbiosis.serving.tensor_parallel.rank_runner import RankRunner, whole_model
@@ -132,8 +132,8 @@ class LeadingRunner(RankRunner):
 
     def _meet(self) -> None:
         """Connect with the others, which are ready."""
-        with tempfile.TemporaryDirectory(prefix="symbiosis-ranks-") as folder:
-            at = meeting() if self.device.type == "cuda" else str(Path(folder) / "ranks").encode()
+        with temporary_folder("symbiosis-ranks-") as folder:
+            at = meeting() if self.device.type == "cuda" else str(folder / "ranks").encode()
             self._followers.tell(MeetRanks(at))
             try:
                 self.collectives.group = rank_group(at, 0, self._order.ranks, self.device)
