@@ -280,7 +280,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         with tempfile.TemporaryDirectory() as folder:
             train_under_kills(
-                report, sys.executable, "demo", Path(folder), options.clients or 4, options.kills_s or 60.0
+                report,
+                str(Path(sys.prefix) / "bin" / "python"),
+                "demo",
+                Path(folder),
+                options.clients or 4,
+                options.kills_s or 60.0,
             )
         return report.finish()
     report.figure("cookbook", COOKBOOK)

@@ -50,6 +50,10 @@ class Collectives:
         """Return the sum of all ranks' rows."""
         if torch.compiler.is_compiling():
             return _sum_of_ranks(x, id(self), what)
+        return self.sum_now(x, what)
+
+    def sum_now(self, x: Tensor, what: str) -> Tensor:
+        """Return the sum, also while another thread compiles: torch says of all threads that they do, then."""
         self.calls[what] += 1
         self.sent[what] += 2 * (self.ranks - 1) * x.nbytes // self.ranks
         return x if self.group is None else self.group.sum(x.contiguous())
@@ -75,7 +79,7 @@ _all: "WeakValueDictionary[int, Collectives]" = WeakValueDictionary()
 
 @torch.library.custom_op("symbiosis::sum_of_ranks", mutates_args=())
 def _sum_of_ranks(x: Tensor, collectives: int, what: str) -> Tensor:
-    made = _all[collectives].sum(x, what)
+    made = _all[collectives].sum_now(x, what)
     return made.clone() if made is x else made
 
 
