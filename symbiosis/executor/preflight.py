@@ -37,6 +37,7 @@ from symbiosis.executor.options import Options
 from symbiosis.protocol.endpoints import is_loopback, of_rank, open_to_others, parts_of
 
 DEVICE = re.compile(r"cpu(?::0)?|cuda(?::(\d+))?")
+QUANTISED_ON_GPUS = False  # for tests and benchmarks there
 SMALLER = "end what else runs there, or choose a smaller model"
 LONGEST_SOCKET = 107  # bytes that the path of a Unix socket may have
 
@@ -88,6 +89,11 @@ def check_quantised(options: Options, config: Mapping[str, Any]) -> None:
         raise ConfigError(
             "--integers is for clients that hide their rows, and these test answers by weights of floats, which quantised ones are not: "
             "leave it out, or serve floats"
+        )
+    if (told or options.quantize) and options.on_gpu and not QUANTISED_ON_GPUS:
+        raise ConfigError(
+            f"quantised weights are held by a CPU only so far, as nobody has tried them on a GPU: serve {options.model!r} with --device cpu, or a "
+            "checkpoint of floats on the GPU"
         )
     if (told or options.quantize) and len(options.places) > 1:
         raise ConfigError(f"several ranks cannot hold quantised weights yet: serve {options.model!r} on one device, where it needs a half or a quarter of the memory")  # fmt: skip

@@ -12,7 +12,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.executor.model.load import load_model
 from symbiosis.executor.options import Options
-from symbiosis.executor.preflight import check
+from symbiosis.executor.preflight import check, check_quantised
 
 UNREAD: dict[str, tuple[dict[str, Any], str]] = {
     "mxfp4": ({"quant_method": "mxfp4"}, "quantised by mxfp4.*make its weights whole once"),
@@ -55,3 +55,8 @@ def test_a_model_that_is_quantised_here_is_refused_by_name() -> None:
     model.is_quantized, model.config.quantization_config = True, {"quant_method": "mallory"}
     with pytest.raises(ConfigError, match="LlamaForCausalLM.*quantised by mallory"):
         symbiosis.Executor(model)
+
+
+def test_gpus_do_not_hold_them_yet() -> None:
+    with pytest.raises(ConfigError, match="by a CPU only"):
+        check_quantised(Options(model="demo", quantize="int8", device="cuda"), {})
