@@ -278,7 +278,7 @@ def on_a_pretended_gpu(fake_mps: Path, tmp_path: Path, monkeypatch: pytest.Monke
             listener.close()
         server.reactor.close()
 
-    monkeypatch.setattr(daemon, "load_model", lambda name, dtype, device: load_model(name, dtype))
+    monkeypatch.setattr(daemon, "load_model", lambda name, dtype, device, *_: load_model(name, dtype))
     monkeypatch.setattr(daemon, "set_up_logging", lambda log_format: None)
     monkeypatch.setattr(daemon.ExecutorLoop, "run", end)
     yield seen

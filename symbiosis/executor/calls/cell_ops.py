@@ -104,7 +104,9 @@ class CellOps:
         return box, norms(self._store.whole(call.layer), kind, TORCH_DTYPE[call.dtype], box[0])
 
     def _read(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
-        return box, self._operand(call, *box)
+        if call.layer in self._store.packed:
+            return box, self._operand(call, *box)
+        return box, self._store.matrix(call.layer, call.op, call.view)[box]  # cast where it is put
 
     def _echo(self, call: Call, payload: Payload, out: Tensor, box: Box, grain: Grain) -> Part:
         return box, payload[0].reshape(-1)[box]
