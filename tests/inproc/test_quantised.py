@@ -66,7 +66,7 @@ def same(split: Any, unsplit: Any) -> None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
 def test_a_quantised_checkpoint(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny_llama().to(dtype)
     values = write(model, tmp_path / "model", name)
@@ -82,7 +82,7 @@ def test_a_quantised_checkpoint(name: str, dtype: torch.dtype, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("format", PACKS)
-@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2, tiny_mixtral])
+@pytest.mark.parametrize("make", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.full), tiny_mixtral])
 def test_a_checkpoint_that_is_packed(format: str, make: Callable[[], nn.Module], tmp_path: Path) -> None:
     model: Any = make()
     model.save_pretrained(tmp_path)

@@ -71,7 +71,7 @@ FAMILIES: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("pieces", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_is_as_alone(exact: Any, family: str, pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if pieces:

@@ -21,7 +21,7 @@ from symbiosis.serving.request import Output, Request, Sampling
 from symbiosis.serving.tensor_parallel.leading_runner import LeadingRunner
 from tests.serving_api import Command, client, eventually
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400), pytest.mark.xdist_group("tensor_engine")]
+pytestmark = [pytest.mark.full, pytest.mark.long, pytest.mark.timeout(400), pytest.mark.xdist_group("tensor_engine")]
 
 PROMPT = b"def average(numbers):"
 WAIT_S = 300.0

@@ -148,6 +148,7 @@ def test_the_sdk_trains_samples_and_goes_on_when_http_is_killed(command: Command
     assert command.end() == 0, command.errors
 
 
+@pytest.mark.full
 def test_the_sdk_goes_on_when_the_server_is_killed_and_started_again(tmp_path: Path) -> None:
     port = str(free_port("127.0.0.1"))
     words = ("--train", "--checkpoints", str(tmp_path / "checkpoints"), "--port", port)

@@ -33,7 +33,7 @@ def of_ranks(model: Any, ranks: int, ids: Tensor = IDS) -> tuple[list[Tensor], l
     return on_ranks(ranks, run), made, parts
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_parts_of_a_model_compute_its_logits(name: str, ranks: int) -> None:
     model = family(name)
@@ -56,7 +56,7 @@ def test_heads_that_do_not_divide(heads: int, shared: int, ranks: int) -> None:
     assert HeadShares.of(heads, shared, ranks).are_repeated == (shared < ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "mixtral"])
 def test_a_rank_holds_its_share(name: str, ranks: int) -> None:
     """Norms, routers, positions and the biases of sums are whole on each rank; all else is divided."""
@@ -72,7 +72,7 @@ def test_a_rank_holds_its_share(name: str, ranks: int) -> None:
         assert sum(p.nbytes for p in part.parameters()) - bytes_alike <= 1.05 * whole / ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_what_ranks_send(ranks: int) -> None:
     """Two sums for each layer, one for the embedding, and the parts of the head's rows."""
     model = family("llama", vocab_size=256)
