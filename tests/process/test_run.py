@@ -100,6 +100,7 @@ def test_a_program_trains_the_adapter_that_it_trains_alone(checkpoint: Path, end
     assert got.keys() == expected.keys() and all(got[name].equal(expected[name]) for name in expected)
 
 
+@pytest.mark.full
 def test_every_process_of_a_program_shares(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
     written(tmp_path, load=LOAD, start=START)
     done = run(sys.executable, "start.py", checkpoint, folder=tmp_path, options=("--endpoint", endpoint, "--require"))
@@ -111,6 +112,7 @@ def torchrun(*program: object) -> tuple[Any, ...]:
     return (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program)
 
 
+@pytest.mark.full
 def test_the_processes_of_torchrun_share(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
     written(tmp_path, load=LOAD)
     launch = torchrun("load.py", checkpoint)
