@@ -30,6 +30,8 @@ from tests.ranks import ranks_of
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
+pytestmark = pytest.mark.full  # commands of documents
+
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:

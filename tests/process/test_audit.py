@@ -68,7 +68,7 @@ ADAPTED = ("v_proj", "gate_proj", "down_proj")
 SMALL = Size(steps=1, logged_steps=3, known=24, first=1, distil_steps=1)  # enough for attacks on rows
 FEW = dataclasses.replace(SMALL, logged_steps=2, known=8, repeats=4)  # ... but not for what only shows over many calls
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
