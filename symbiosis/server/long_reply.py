@@ -1,6 +1,7 @@
 """The answer to a completion, which may take a while: whole, or as a stream of events. When its reader hangs up, so does the work for it."""
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -18,31 +19,50 @@ FEW = 16  # choices, whose events are made together
 DONE = b"data: [DONE]\n\n"
 
 
-class LongReply:
-    """An answer with all of a generation.
+class GenerationReply:
+    """An answer with all of a generation: whole, or as a stream of events.
 
     Args:
-        body: Whether it is a stream, whose events may tell the usage of their choice so far, as vLLM's do; and what another server has told of it.
         done: Called at the end, whatever it is, with how many tokens were used.
     """
 
-    def __init__(self, generation: Generation, words: Words, body: Body, done: Callable[[int], None]) -> None:
-        self._generation, self._words, self._done, self._body = generation, words, done, body
-        self._head = words.head(words.chunk_kind if body.stream else words.kind)
-        options = body.stream_options
-        self._wants_usage = bool(options and options.include_usage)
-        self._tells_usage = bool(self._wants_usage and options and options.continuous_usage_stats)
+    def __init__(self, generation: Generation, is_stream: bool, done: Callable[[int], None]) -> None:
+        self._generation, self._is_stream, self._done = generation, is_stream, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(until_hung_up(receive))
         watch.add_done_callback(lambda _: self._generation.end())
         writer = SseWriter(send, scope)
         try:
-            await (self._stream(writer) if self._body.stream else self._whole(writer))
+            await (self._stream(writer) if self._is_stream else self._whole(writer))
         finally:
             watch.cancel()
             self._generation.end()
             self._done(self._generation.prompt_tokens + self._generation.completion_tokens)
+
+    @abstractmethod
+    async def _whole(self, writer: SseWriter) -> None:
+        """Answer when all is there."""
+
+    @abstractmethod
+    async def _stream(self, writer: SseWriter) -> None:
+        """Answer with events. An error before the first one is an answer of its own; a later one is an event."""
+
+
+class LongReply(GenerationReply):
+    """An answer with all choices of a completion.
+
+    Args:
+        body: Whether it is a stream, whose events may tell the usage of their choice so far, as vLLM's do; and what another server has told of it.
+    """
+
+    def __init__(self, generation: Generation, words: Words, body: Body, done: Callable[[int], None]) -> None:
+        super().__init__(generation, bool(body.stream), done)
+        self._words, self._body = words, body
+        self._head = words.head(words.chunk_kind if body.stream else words.kind)
+        options = body.stream_options
+        self._wants_usage = bool(options and options.include_usage)
+        self._tells_usage = bool(self._wants_usage and options and options.continuous_usage_stats)
 
     async def _whole(self, writer: SseWriter) -> None:
         """Answer with all choices, each by its number."""
@@ -62,8 +82,7 @@ class LongReply:
         yield b'],"usage":%b%b}' % (msgspec.json.encode(usage(self._generation)), self._words.of_whole)
 
     async def _stream(self, writer: SseWriter) -> None:
-        """Answer with an event for whatever a choice has gained since its last one. An error before the first event is an answer of its own; a
-        later one is an event."""
+        """Answer with an event for whatever a choice has gained since its last one."""
         is_light = not self._words.logprobs and self._generation.choices <= FEW
         try:
             async for deltas in self._generation.deltas():

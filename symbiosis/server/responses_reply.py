@@ -1,16 +1,14 @@
 """The answer of `/v1/responses`: whole, or as events. What it says is one item, and each call of a tool is one."""
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from symbiosis.server.api_errors import ApiError
-from symbiosis.server.bodies import until_hung_up
 from symbiosis.server.generation import Delta, Generation
+from symbiosis.server.long_reply import GenerationReply
 from symbiosis.server.request_record import this_request
 from symbiosis.server.response_format import ChatWords, Fields
 from symbiosis.server.responses_protocol import Message, ResponsesBody, messages_of
@@ -82,30 +80,19 @@ class OutputItems:
         yield "response.output_item.added", {"output_index": len(self.items) - 1, "item": self.items[-1]}
 
 
-class ResponsesReply:
-    """An answer with all of a generation.
+class ResponsesReply(GenerationReply):
+    """An answer with the items of a response.
 
     Args:
         keep: Gets the response when it is whole, to store it.
-        done: Called at the end, whatever it is, with how many tokens were used.
     """
 
     def __init__(
         self, generation: Generation, words: ChatWords, body: ResponsesBody, keep: Callable[[Fields], None], done: Callable[[int], None],
     ) -> None:  # fmt: skip
-        self._generation, self._words, self._body, self._keep, self._done = generation, words, body, keep, done
+        super().__init__(generation, bool(body.stream), done)
+        self._words, self._body, self._keep = words, body, keep
         self._items, self._created, self._count = OutputItems(this_request().id), int(time.time()), 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(until_hung_up(receive))
-        watch.add_done_callback(lambda _: self._generation.end())
-        writer = SseWriter(send, scope)
-        try:
-            await (self._stream(writer) if self._body.stream else self._whole(writer))
-        finally:
-            watch.cancel()
-            self._generation.end()
-            self._done(self._generation.prompt_tokens + self._generation.completion_tokens)
 
     async def _whole(self, writer: SseWriter) -> None:
         finish = None
@@ -119,7 +106,6 @@ class ResponsesReply:
             await writer.take([msgspec.json.encode(self._ended(finish))], more=False)
 
     async def _stream(self, writer: SseWriter) -> None:
-        """Answer with events. An error before the first one is an answer of its own; a later one is an event."""
         finish = None
         try:
             async for deltas in self._generation.deltas():
