@@ -21,18 +21,18 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import peft
 import torch
+from _answers import ask, read
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.serving import Engine
-from symbiosis.serving.request import Output, Request, Sampling, Token
+from symbiosis.serving.request import Token
 
 TINY: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -42,7 +42,6 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 TWO = ["q_proj", "v_proj"]
 RANKS = (1, 2, 3, 4, 7, 8, 16, 24, 32, 64)
 PAGES, PAGE = 190, 4096  # of the memory: the largest adapter takes some 140
-LATEST_S = 300.0  # to wait for one output
 TOLERANCE = 1e-4
 
 
@@ -113,24 +112,6 @@ def make_cases(adapters: Iterable[str], count: int, gap_s: float) -> list[Case]:
         prompt = tuple(chance.randrange(3, 96) for _ in range(chance.randint(1, 90)))
         cases.append(Case(adapter, prompt, most, chance.expovariate(1 / gap_s)))
     return cases
-
-
-def ask(engine: Engine, case: Case, id: int, **how: Any) -> SimpleQueue[Output]:
-    outputs: SimpleQueue[Output] = SimpleQueue()
-    sampling = Sampling(max_tokens=case.most, logprobs=0, **how)
-    engine.submit(Request(id=id, prompt=case.prompt, adapter=case.adapter, sampling=sampling), outputs.put)
-    return outputs
-
-
-def read(outputs: SimpleQueue[Output]) -> list[Token]:
-    tokens: list[Token] = []
-    while True:
-        output = outputs.get(timeout=LATEST_S)
-        if output.error is not None:
-            raise RuntimeError(output.error)
-        tokens += output.tokens
-        if output.finish is not None:
-            return tokens
 
 
 def serve(engine: Engine, cases: list[Case], seeded: list[Case]) -> tuple[list[list[Token]], list[list[Token]]]:

@@ -28,13 +28,14 @@ from typing import Any
 import peft
 import torch
 import transformers
+from _answers import LATEST_S, ask, read
 from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import nn
 
 import symbiosis
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.serving import Engine
-from symbiosis.serving.request import Output, Request, Sampling, Token
+from symbiosis.serving.request import Output, Token
 from symbiosis.serving.tensor_parallel.leading_runner import LeadingRunner
 
 SIZES: dict[str, Any] = {
@@ -61,7 +62,6 @@ TARGETS = {
 }
 RANKS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 24, 33, 64)
 MEMORY = 1_000_000
-LATEST_S = 300.0  # to wait for one output
 TOLERANCE = 1e-4
 
 
@@ -156,28 +156,15 @@ def make_cases(adapters: list[str], count: int) -> list[Case]:
     return cases
 
 
-def ask(engine: Engine, case: Case) -> SimpleQueue[Output]:
-    outputs: SimpleQueue[Output] = SimpleQueue()
-    sampling = Sampling(max_tokens=case.most, logprobs=0, seed=case.seed, temperature=0.0 if case.seed is None else 1.0)
-    engine.submit(
-        Request(id=engine.next_id(), prompt=case.prompt, adapter=case.adapter, sampling=sampling), outputs.put
-    )
-    return outputs
-
-
-def read(outputs: SimpleQueue[Output]) -> list[Token]:
-    tokens: list[Token] = []
-    while True:
-        output = outputs.get(timeout=LATEST_S)
-        if output.error is not None:
-            raise RuntimeError(output.error)
-        tokens += output.tokens
-        if output.finish is not None:
-            return tokens
+def begun(engine: Engine, cases: list[Case]) -> list[SimpleQueue[Output]]:
+    return [
+        ask(engine, case, engine.next_id(), seed=case.seed, temperature=0.0 if case.seed is None else 1.0)
+        for case in cases
+    ]
 
 
 def answers(engine: Engine, cases: list[Case]) -> list[list[Token]]:
-    asked = [ask(engine, case) for case in cases]
+    asked = begun(engine, cases)
     return [read(each) for each in asked]
 
 
@@ -195,7 +182,7 @@ def with_kills(engine: Engine, cases: list[Case], kills: int) -> tuple[list[list
     """Return the answers to these, amid which ranks are killed, and one is frozen; and how long no token came at most."""
     served, chance, longest = engine._served, random.Random(2), 0.0
     assert isinstance(served, LeadingRunner)
-    asked = [ask(engine, case) for case in cases]
+    asked = begun(engine, cases)
     for number in range(kills):
         before = engine.figures().steps
         while engine.figures().steps < before + 20 and engine.figures().running:
