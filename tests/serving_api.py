@@ -107,6 +107,13 @@ def http_process(engine: Engine, training: Any = None, **options: Any) -> Iterat
 
 
 @contextlib.contextmanager
+def demo_engine() -> Iterator[Engine]:
+    """An engine of the demo model, on an executor of this process."""
+    with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
 def demo_api() -> Iterator[Api]:
     """HTTP for an engine of the demo model and its adapters, on an executor of this process."""
     with (

@@ -7,11 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-import symbiosis
-from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.serving import Engine
 from tests.process.test_serve_tools import PARAMETERS, TEMPLATE
-from tests.serving_api import Api, http_process, web
+from tests.serving_api import Api, demo_engine, http_process, web
 
 TOOL: Any = {
     "type": "function",
@@ -23,14 +20,8 @@ TOOL: Any = {
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def api(engine: Engine) -> Iterator[Api]:
-    with http_process(engine, chat_template=TEMPLATE) as api:
+def api() -> Iterator[Api]:
+    with demo_engine() as engine, http_process(engine, chat_template=TEMPLATE) as api:
         yield api
 
 

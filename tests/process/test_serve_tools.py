@@ -8,11 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-import symbiosis
-from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from tests.process.test_serve_continuation import Event, continued, events
-from tests.serving_api import Api, eventually, http_process
+from tests.serving_api import Api, demo_engine, eventually, http_process
 
 pytest.importorskip("llguidance")
 
@@ -36,7 +34,7 @@ USER: Any = [{"role": "user", "content": "Rome?"}]
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25) as engine:
+    with demo_engine() as engine:
         yield engine
 
 
