@@ -94,13 +94,19 @@ def load_packing(
             return PackedTensor(weight, value.dtype)
 
         with ExitStack() as opened, _each_weight(packed):
-            lazy: dict[str, UnreadTensor] = {}
-            for file in files:
-                held = opened.enter_context(safe_open(file, framework="pt"))
-                lazy |= {name: UnreadTensor(held.get_slice(name)) for name in held.keys()}  # noqa: SIM118  (no mapping)
+            lazy = _unread(files, opened)
             return kind._load_pretrained_model(model, lazy, files, replace(how, device_map={"": device}), *more)
 
     return _from_pretrained(kind, checkpoint, load, {"": device}, words)
+
+
+def _unread(files: Sequence[str], opened: ExitStack) -> dict[str, UnreadTensor]:
+    """Return the tensors of files by name, which are open as long as `opened`."""
+    found: dict[str, UnreadTensor] = {}
+    for file in files:
+        held = opened.enter_context(safe_open(file, framework="pt"))
+        found |= {name: UnreadTensor(held.get_slice(name)) for name in held.keys()}  # noqa: SIM118  (no mapping)
+    return found
 
 
 @contextmanager
@@ -131,10 +137,7 @@ def load_part(
 
     def load(model: nn.Module, state: Any, files: list[str], how: Any, *more: Any) -> Any:
         with ExitStack() as opened:
-            lazy: dict[str, UnreadTensor] = {}
-            for file in files:
-                held = opened.enter_context(safe_open(file, framework="pt"))
-                lazy |= {name: UnreadTensor(held.get_slice(name)) for name in held.keys()}  # noqa: SIM118  (no mapping)
+            lazy = _unread(files, opened)
             return kind._load_pretrained_model(model, lazy, files, replace(how, device_map=places), *more)
 
     return _from_pretrained(kind, checkpoint, load, places, words)
