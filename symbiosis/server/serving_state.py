@@ -216,8 +216,8 @@ class ServingState(ApiState):
         names = AS_CHAT if isinstance(body, ChatBody) else AS_ASKED
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             names = {**names, "max_tokens": "max_completion_tokens"}
-        guide, tools = sampling.guide, isinstance(body, ChatBody) and body.tool_use is not None
-        if guide is not None:
+        if (guide := sampling.guide) is not None:
+            tools = isinstance(body, ChatBody) and body.tool_use is not None
             names = {**names, guide.kind: body.follows[0] if body.follows and not tools else "tools"}
         special, keeps = special or body.skip_special_tokens is False, bool(body.include_stop_str_in_output)
         silent = () if keeps else sampling.ending(self.remote.welcome.ends)

@@ -11,10 +11,8 @@ from symbiosis.training.command_order import CommandOrder
 from symbiosis.training.command_queue import CommandQueue, QueuedRun
 from symbiosis.training.run_command import Command
 
-LINGER, LEAST_LINGER_S = (
-    0.1,
-    0.002,
-)  # of what the last pass took: runs that were in passes are waited for as long as they keep coming
+LINGER = 0.1  # of what the last pass took: runs that were in passes are waited for as long as they keep coming
+LEAST_LINGER_S = 0.002
 MOST_LINGER = 0.5  # ... and for so long in any case
 RECENT = 8  # passes: runs that were in one of these may come back
 
@@ -46,7 +44,7 @@ class CommandIntake:
         self._queue = CommandQueue(most)
         self._early: set[Any] = set()  # runs with commands that wait for one before them
         self._recent: dict[Any, int] = {}  # the number of the pass in which a run was
-        self._last_s = 0.0  # what the last pass took
+        self.last_s = 0.0  # what the last pass took
         self._arrived = self._free_since = 0.0  # when the last command came, and since when one could be done
         self._had_calls = self._closed = False
 
@@ -141,12 +139,7 @@ class CommandIntake:
         with self.changed:
             self._recent = {run: at for run, at in self._recent.items() if number - at < RECENT}
             self._recent |= {run: number for run in runs if self.runs.get(run.name) is run}
-        self._last_s = took_s
-
-    @property
-    def last_s(self) -> float:
-        """What the last pass took."""
-        return self._last_s
+        self.last_s = took_s
 
     # ---------------------------------------------------------------- with the lock held
 
@@ -190,8 +183,8 @@ class CommandIntake:
 
     def _linger_until(self) -> float:
         """Return until when a pass waits for others, as long as they keep coming."""
-        quiet = self._arrived + max(LEAST_LINGER_S, LINGER * self._last_s)
-        return min(quiet, self._free_since + MOST_LINGER * self._last_s)
+        quiet = self._arrived + max(LEAST_LINGER_S, LINGER * self.last_s)
+        return min(quiet, self._free_since + MOST_LINGER * self.last_s)
 
     def _all_are_back(self) -> bool:
         """Whether the runs of the last passes have one to compute."""

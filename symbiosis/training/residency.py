@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from symbiosis.training.activations import free_bytes
 from symbiosis.training.run_command import Command, again, result_record
 from symbiosis.training.run_journal import RunJournal, restoring
 from symbiosis.training.train_state import TrainState
@@ -78,9 +79,7 @@ class Residency:
         if used_last.state is None or used_last.state.home.type != "cuda":
             return False
         device = used_last.state.home
-        free, total = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free < total // 8
+        return free_bytes(device) < torch.cuda.mem_get_info(device)[1] // 8
 
     def write(self, run: Run) -> None:
         """Write a run's state to its folder. Raises `OSError` if there is no room: then its log goes on."""

@@ -1,11 +1,13 @@
 """What is told of runs, sessions and checkpoints, and the addresses from which adapters are downloaded."""
 
 import hmac
+import os
 import secrets
 import time
 from pathlib import Path
 from typing import Any
 
+from symbiosis.base.secret_files import create_secret
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import CheckpointStore, RunFacts, moment
 from symbiosis.server.tinker.samplers import Samplers
@@ -29,8 +31,9 @@ class RunListing:
     ) -> None:
         self._checkpoints, self._sessions, self._runs, self._samplers = checkpoints, sessions, runs, samplers
         if not secret.exists() or secret.stat().st_size != SECRET_BYTES:  # a process was killed as it wrote it
-            secret.touch(0o600)
-            secret.write_bytes(secrets.token_bytes(SECRET_BYTES))
+            secret.unlink(missing_ok=True)
+            with os.fdopen(create_secret(secret), "wb") as file:
+                file.write(secrets.token_bytes(SECRET_BYTES))
         self._secret = secret.read_bytes()
 
     def weights(self, tenant: str, asked: m.WeightsInfo) -> Any:

@@ -62,9 +62,8 @@ class Loop:
         self.is_starved = False  # a step has failed, and no memory can be had
         self._launched: InflightStep | None = None
         self._following: InflightStep | None = None  # launched behind it
-        self._lost_with = Counter[
-            Sequence
-        ]()  # how often ranks were lost with rows of a sequence, since it was computed last
+        # how often ranks were lost with rows of a sequence, since it was computed last
+        self._lost_with = Counter[Sequence]()
         self._lives = 0  # how often ranks were started again
         self.has_lost_ranks = False  # for good
         self._suspects = StepBisect()
