@@ -53,7 +53,7 @@ def metrics(llama: nn.Module, serve: Callable) -> dict[str, set[str]]:
     model = symbiosis.from_executor(executor.endpoint)
     model(model.dummy_inputs["input_ids"])
     collectors = (
-        PrometheusCollector(executor.server.snapshot), Collected(EngineStats(), Observer(), 0),
+        PrometheusCollector(executor.server.snapshot), Collected(EngineStats(), Observer(), 0, {}),
         CollectedByFront(RouterState(ServerRegistry("none", {}), None)),
     )  # fmt: skip
     found: dict[str, set[str]] = {}
