@@ -44,6 +44,9 @@ SLOWER, BUSY_S = 3.0, 0.02  # others' p99 beside killed clients: over that besid
 RECOVERY_S = LONGEST_PAUSE_S + 0.2 + STEP_S  # from the executor's return to the end of the step, in 99 cases of 100
 
 
+tcp_always_local_when_full = pytest.mark.parametrize("scheme", [pytest.param("local", marks=pytest.mark.full), "tcp"])
+
+
 def frozen_for(short: float, long: float) -> pytest.MarkDecorator:
     """For how many seconds somebody hangs."""
     return pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def train_while_the_executor_is_killed(
 
 @pytest.mark.alone
 @pytest.mark.timeout(300)
-@both_transports
+@tcp_always_local_when_full
 def test_training_survives_kills_of_the_executor(
     start: Callable, processes: list, calm_for_long: dict[str, Any], scheme: str
 ) -> None:
@@ -264,7 +267,7 @@ def until_clients(executor: Executor, number: int, what: str) -> None:
 
 @pytest.mark.alone
 @pytest.mark.timeout(300)
-@both_transports
+@tcp_always_local_when_full
 def test_kills_of_clients_leave_nothing_behind(start: Callable, processes: list, scheme: str) -> None:
     kills_of_clients_leave_nothing_behind(start, processes, KILLS)
 

@@ -256,7 +256,7 @@ def test_a_text_whose_next_tokens_are_not_found_in_time_ends_and_the_others_go_o
         assert one.generate("x", schema=schemas[1], max_tokens=20, tenant="bob").text.startswith('{"b"')
 
 
-@pytest.mark.parametrize("tenants", [("", ""), ("eve", "bob")])
+@pytest.mark.parametrize("tenants", [pytest.param(("", ""), marks=pytest.mark.full), ("eve", "bob")])
 def test_many_texts_whose_next_tokens_take_long_hold_up_nobody(
     tenants: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,9 +69,8 @@ def test_a_wrong_command_uses_up_its_number(tmp_path: Path) -> None:
             run.submit(2, "step", lr=1e-2).result(60)
 
 
-def test_a_missing_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.training.command_order.PATIENCE_S", 0.2)
-    with Engine(tiny_llama()) as engine:
+def test_a_missing_number_is_told() -> None:
+    with Engine(tiny_llama(), order_wait=0.2) as engine:
         run = engine.create(lora())
         early = run.submit(2, "step", lr=1e-2)
         with pytest.raises(ConfigError, match="command 1 has not come"):

@@ -137,7 +137,9 @@ def test_who_says_more_than_can_wait_before_it_joins_is_hung_up_on(house: Any) -
     assert not house.server.sessions
 
 
-@pytest.mark.parametrize("end", [b"\x00\x00", b""], ids=["whole", "never ends"])
+@pytest.mark.parametrize(
+    "end", [pytest.param(b"\x00\x00", id="whole"), pytest.param(b"", id="never ends", marks=pytest.mark.full)]
+)
 def test_a_client_reads_few_frames_of_an_executors_message(end: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     read, receive = list[int](), zmq.Socket.recv
 

@@ -142,6 +142,7 @@ open(f"{sys.argv[2]}-{torch.distributed.get_rank()}", "w").write(str(losses))
 """
 
 
+@pytest.mark.full
 def test_what_fsdp_takes_after_the_load_is_said(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
     """A program that calls `fully_shard` by itself, on CPUs: to the bit as unsplit, but with the base in its memory, so `--require` ends it."""
     written(tmp_path, train=FSDP)
@@ -196,6 +197,7 @@ def test_a_dry_run_says_what_becomes_of_each_model(checkpoint: Path, endpoint: s
     assert (done.returncode, done.stdout) == (1, text)
 
 
+@pytest.mark.full
 def test_a_package_that_is_too_old_is_said_in_a_line(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
     """What counts is the version that the package says it has."""
     written(tmp_path, load="import peft; peft.__version__ = '0.5.0'\n" + LOAD)
