@@ -23,10 +23,19 @@ from symbiosis.training.datum import Datum
 from symbiosis.training.losses import slopes
 from symbiosis.training.low_rank import ActingRuns, LowRankSegment, SharedRows
 from symbiosis.training.packed_head import PackedHead, SequencesAtHead, head_kernels
-from symbiosis.training.packing import NAME, CannotPack, Layout, PackLayout, Prefix, TableLayout, packed_as, register
 from symbiosis.training.recomputed_layers import RecomputedLayers
 from symbiosis.training.run_adapter import RunAdapter
 from symbiosis.training.run_work import RunWork
+from symbiosis.training.sequence_packing import (
+    NAME,
+    CannotPack,
+    Layout,
+    PackLayout,
+    Prefix,
+    TableLayout,
+    packed_as,
+    register,
+)
 
 logger = logging.getLogger("symbiosis")
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from symbiosis.training.packing import Layout, packed_as
 from symbiosis.training.run_adapter import RunAdapter
+from symbiosis.training.sequence_packing import Layout, packed_as
 
 
 class RecomputedLayers:

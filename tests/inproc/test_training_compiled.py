@@ -8,8 +8,8 @@ from symbiosis.serving.runner.compiled_layers import compile_layers
 from symbiosis.training.captured_pass import acting_groups
 from symbiosis.training.low_rank import LowRankSegment
 from symbiosis.training.packed_model import PackedModel
-from symbiosis.training.packing import PackLayout, packed_as
 from symbiosis.training.run_adapter import RunAdapter
+from symbiosis.training.sequence_packing import PackLayout, packed_as
 from tests.conftest import tiny_llama
 
 

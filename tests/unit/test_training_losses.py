@@ -11,8 +11,8 @@ from symbiosis.errors import ConfigError
 from symbiosis.training.datum import Datum, check_tokens, sequences
 from symbiosis.training.logit_pieces import sequence_pieces
 from symbiosis.training.losses import check_loss, loss_of, slopes, slopes_of_function
-from symbiosis.training.packing import PackLayout
 from symbiosis.training.row_losses import KINDS, losses_and_slopes, row_numbers
+from symbiosis.training.sequence_packing import PackLayout
 
 NOW, OLD, ADVANTAGES = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.6], [1.0, -2.0, 0.5]
 RATIO = [math.exp(a - b) for a, b in zip(NOW, OLD, strict=True)]  # 1.65, 0.37, 1.11
