@@ -144,7 +144,7 @@ class Rollout:
             "tools": tools,
             "environment_factory": environment_factory,
         }
-        return RolloutWorker(self, args, processing_class, words)
+        return RolloutWorker(self.ask_one, self.name, self.engine.ends, args, processing_class, words)
 
     def init_weight_transfer(self) -> None:
         """With this and the next four, it is what `AsyncGRPOTrainer(weight_transfer=)` takes: there is nothing to transfer."""

@@ -6,22 +6,33 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from symbiosis.serving.request import Sampling
 
-if TYPE_CHECKING:
-    from symbiosis.training.rollout import Rollout
-
 
 class RolloutWorker:
-    """TRL's `RolloutWorkerProtocol`, in a thread of this program."""
+    """TRL's `RolloutWorkerProtocol`, in a thread of this program.
 
-    def __init__(self, rollout: "Rollout", args: Any, tokenizer: Any, words: Mapping[str, Any]) -> None:
+    Args:
+        ask: Gives a future of the completion of a prompt, by an adapter of this `name`.
+        ends: Tokens that end a completion, beside the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[..., Future[Any]],
+        name: str,
+        ends: Iterable[int],
+        args: Any,
+        tokenizer: Any,
+        words: Mapping[str, Any],
+    ) -> None:
         self.rollout_buffer: Any = queue.Queue(maxsize=args.queue_maxsize)
         self.metrics_queue: Any = queue.Queue(maxsize=4096)
         self._version, self._alive_at = SharedNumber(0), SharedNumber(0.0)
@@ -29,11 +40,11 @@ class RolloutWorker:
         self._thread: threading.Thread | None = None
         if not words["tools"] and not words["environment_factory"]:
             tokenizer = _reading_plain_answers(tokenizer)
-        ends = sorted({*rollout.engine.ends, tokenizer.eos_token_id})
+        stops = sorted({*ends, tokenizer.eos_token_id})
         together = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         most = args.max_inflight_tasks if args.max_inflight_tasks > 0 else max(args.max_staleness, 1) * together
         self._loop = _loop_class()(
-            model_name=rollout.name, processing_class=tokenizer, eos_token_ids=ends, rollout_buffer=self.rollout_buffer,
+            model_name=name, processing_class=tokenizer, eos_token_ids=stops, rollout_buffer=self.rollout_buffer,
             model_version_value=self._version, heartbeat_value=self._alive_at, failed_event=self._failed,
             exception_info_queue=self._errors, metrics_queue=self.metrics_queue, num_generations=args.num_generations,
             max_inflight_tasks=most, queue_maxsize=args.queue_maxsize, max_tokens=args.max_completion_length,
@@ -44,10 +55,10 @@ class RolloutWorker:
         )  # fmt: skip
         how = Sampling(
             max_tokens=args.max_completion_length, temperature=args.temperature, top_p=args.top_p, top_k=max(0, args.top_k or 0),
-            min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty, stop_tokens=tuple(ends), logprobs=0,
+            min_p=args.min_p or 0.0, repetition_penalty=args.repetition_penalty, stop_tokens=tuple(stops), logprobs=0,
             scaled_logprobs=True,
         )  # fmt: skip
-        self._loop.sample = partial(rollout.ask_one, how=how)
+        self._loop.sample = partial(ask, how=how)
 
     def start(self) -> None:
         self._alive_at.value = time.time()
