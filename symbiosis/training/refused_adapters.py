@@ -1,10 +1,11 @@
 """Adapters that are refused before PEFT makes them."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.adapter_kinds import refuse_rewritten
+from symbiosis.serving.lora.config_patterns import without_patterns
 from symbiosis.serving.lora.peft_layers import CANNOT, OPTIONS
 
 PROMPTS = ("PROMPT_TUNING", "P_TUNING")  # embeddings in front of a sequence
@@ -34,11 +35,19 @@ def check_kind(config: Any) -> None:
     for option, reason in OPTIONS.items():
         if getattr(config, option, None):
             raise AdapterError(f"a LoRA with {option} cannot be trained together with others: {reason}")
+    if getattr(config, "megatron_config", None):
+        raise AdapterError("its megatron_config has PEFT import a module by its name: leave it out")
     if kind == "LORA":
         refuse_rewritten({"init_lora_weights": config.init_lora_weights})
     for name, number in _numbers(config):
         if not abs(number) <= LARGEST:
             raise AdapterError(f"its {name} is {number}: numbers are from -{LARGEST:g} to {LARGEST:g}")
+
+
+def check_patterns(config: Any, names: Collection[str]) -> None:
+    """Refuse expressions that take long. They are tried in a process that can be stopped, before PEFT matches them with the names of layers here."""
+    told = {name: list(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    without_patterns(told, names)
 
 
 def _numbers(config: Any) -> Iterator[tuple[str, float]]:

@@ -20,7 +20,7 @@ from symbiosis.training.datum import Datum, check_tokens
 from symbiosis.training.engine_folder import NAME, EngineFolder
 from symbiosis.training.joined_passes import JoinedPasses
 from symbiosis.training.packed_model import PackedModel
-from symbiosis.training.refused_adapters import LARGEST, check_rank
+from symbiosis.training.refused_adapters import LARGEST, check_kind, check_patterns, check_rank
 from symbiosis.training.residency import Residency
 from symbiosis.training.run_adapter import RunAdapter, in_front
 from symbiosis.training.run_command import Command, future_of
@@ -135,6 +135,7 @@ class TrainingEngine:
         """
         if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 1 << 63):
             raise ConfigError(f"seed is a whole number from 0 to 2**63 - 1, or None, not {seed!r}")
+        self._check_config(config)
         about = About(tenant, _drawn_seed() if seed is None else seed, lora_plus)
         return self._begin(name, config, about, self._made(config, about), is_new=True)
 
@@ -144,6 +145,7 @@ class TrainingEngine:
         folder = Path(path)
         check_adapter(folder)
         config = config_of(folder)
+        self._check_config(config)
         about = About(tenant, 0, lora_plus_of(folder))
         state = self._made(config, about)
         state.load(folder, optimizer)
@@ -233,6 +235,10 @@ class TrainingEngine:
             self.forget(run)
             raise
         return run
+
+    def _check_config(self, config: Any) -> None:
+        check_kind(config)
+        check_patterns(config, self._model.skeleton.names())
 
     def _made(self, config: Any, about: About) -> TrainState:
         check_rank(config, self._max_rank)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from peft import HRAConfig, LoraConfig, get_peft_model
 
+import symbiosis
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora import peft_layers
 from symbiosis.serving.lora.config_patterns import without_patterns
@@ -189,3 +190,22 @@ def test_a_list_is_no_longer_than_the_file_has_numbers(served: ModelRunner, good
     }
     with pytest.raises(AdapterError, match="token_indices has 60000 items, more than its file has numbers"):
         AdapterRegistry(served).add("long", changed(good, tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"target_modules": "(([a-z0-9_.])+)+!"}, {"rank_pattern": {"(m|m)*(o|o)*((d|.)+)+!": 4}}, {"modules_to_save": ["(x|x)*"]}],
+)  # fmt: skip
+def test_what_never_ends_begins_no_run(good: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    """Of whoever trains, as of whoever is served: given, or read from a folder."""
+    given = {"r": 2, "target_modules": ["q_proj"], **change}
+    with symbiosis.training.Engine(tiny_llama()) as engine:
+        with pytest.raises(AdapterError, match="takes too long|only names of modules"):
+            engine.create(LoraConfig(**given))
+        with pytest.raises(AdapterError, match="takes too long|only names of modules"):
+            engine.load(changed(good, tmp_path, change))
+        run = engine.create(LoraConfig(r=2, target_modules=r".*\.(q|v)_proj"))
+        run.save(tmp_path / "kept")
+        assert (
+            json.loads((tmp_path / "kept" / "adapter_config.json").read_text())["target_modules"] == r".*\.(q|v)_proj"
+        )
