@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -45,6 +45,7 @@ class CommandIntake:
         self._early: set[Any] = set()  # runs with commands that wait for one before them
         self._recent: dict[Any, int] = {}  # the number of the pass in which a run was
         self.last_s = 0.0  # what the last pass took
+        self.share = together  # tokens of a pass while there are others, who wait for no more
         self._arrived = self._free_since = 0.0  # when the last command came, and since when one could be done
         self._had_calls = self._closed = False
 
@@ -122,7 +123,19 @@ class CommandIntake:
                     self.changed.wait(until - now)
                     continue
                 self._had_calls = False
-                return [], self._taken(self._queue.passes(self._together))
+                return [], self._taken(self._queue.passes(self._most(len({*self._queue.waiting, *self._recent}) > 1)))
+
+    def others(self, runs: Collection[Any]) -> tuple[list[Any], Taken]:
+        """Return what other runs have to do while these are in the midst of a pass, as `next` does, and wait for nothing."""
+        with self.changed:
+            if calls := self._queue.calls(runs):
+                return calls, []
+            return [], self._taken(self._queue.passes(self._most(True), runs, self.share))
+
+    def most_beside(self, runs: Collection[Any]) -> int:
+        """Return how many tokens of these may be computed until others have their turn; 0: as many as there are, whoever waits."""
+        with self.changed:
+            return self._most(any(run not in runs for run in (*self._queue.waiting, *self._recent)))
 
     def take(self, runs: list[Any], verb: str | None = None) -> Taken:
         """Take the next command of each of these runs, or of those where it is this verb."""
@@ -142,6 +155,10 @@ class CommandIntake:
         self.last_s = took_s
 
     # ---------------------------------------------------------------- with the lock held
+
+    def _most(self, are_several: bool) -> int:
+        """Return how many tokens are computed together; 0: those of one command."""
+        return min(self._together, self.share) if are_several else self._together
 
     def _add(self, run: CommandingRun, command: Command, has_room: bool = False) -> None:
         if not has_room:

@@ -4,7 +4,8 @@ It is plain Python. Whose turn it is says the virtual token counter, as in servi
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from symbiosis.base.fair_share import FairShare
@@ -86,9 +87,15 @@ class CommandQueue:
             self._waiting[run] = None
         run.commands.append(command)
 
-    def calls(self) -> list[Any]:
-        """Return the runs whose next command is a call, in their turn."""
-        runs = [_Turn(run.tenant, 1, run, None) for run in self._waiting if not run.commands[0].is_pass]
+    @property
+    def waiting(self) -> Collection[Any]:
+        """The runs that have commands."""
+        return self._waiting.keys()
+
+    def calls(self, besides: Collection[Any] = ()) -> list[Any]:
+        """Return the runs whose next command is a call, in their turn, but for some."""
+        waiting = [run for run in self._waiting if run not in besides]
+        runs = [_Turn(run.tenant, 1, run, None) for run in waiting if not run.commands[0].is_pass]
         return [turn.run for turn in self._tenants.in_turn(runs)]
 
     def take(self, run: QueuedRun) -> Any:
@@ -100,14 +107,19 @@ class CommandQueue:
         self._runs.had(run.name, command.cost)
         return command
 
-    def passes(self, most: int) -> list[tuple[Any, Any]]:
-        """Take passes that are computed together: of at most so many tokens, or a single one."""
+    def passes(self, most: int, besides: Collection[Any] = (), largest: float = inf) -> list[tuple[Any, Any]]:
+        """Take passes that are computed together: of at most so many tokens, or a single one.
+
+        Args:
+            besides: Runs whose passes are not taken.
+            largest: Tokens of one pass, at most.
+        """
         taken: list[tuple[Any, Any]] = []
         tokens, blocked = 0, set[str]()
-        for turn in self._tenants.in_turn(list(self._leading())):
+        for turn in self._tenants.in_turn(list(self._leading(besides))):
             if turn.run.name in blocked:
                 continue
-            if taken and tokens + turn.command.tokens > most:
+            if (taken and tokens + turn.command.tokens > most) or turn.command.tokens > largest:
                 blocked.add(turn.run.name)  # its commands stay in their order
                 continue
             taken.append((turn.run, self.take(turn.run)))
@@ -121,10 +133,10 @@ class CommandQueue:
         if is_last_of_tenant:
             self._tenants.forget(run.tenant)
 
-    def _leading(self) -> Iterator[_Turn]:
+    def _leading(self, besides: Collection[Any]) -> Iterator[_Turn]:
         """Yield the passes that may come next, those of each tenant in the turn of its runs."""
         of_tenants: dict[str, list[_Turn]] = {}
-        for run in self._waiting:
+        for run in (run for run in self._waiting if run not in besides):
             for command in run.commands:
                 if not command.is_pass:
                     break

@@ -23,7 +23,7 @@ class CommandWorker:
     def __init__(self, intake: CommandIntake, passes: JoinedPasses, residency: Residency) -> None:
         self._intake, self._passes, self._residency = intake, passes, residency
         self._thread = threading.Thread(target=self._work, name="symbiosis-training", daemon=True)
-        intake.taker = self._thread
+        intake.taker, intake.share = self._thread, passes.share
         self._thread.start()
 
     def join(self) -> None:
@@ -89,10 +89,18 @@ class CommandWorker:
         self._write_if_due([run])
 
     def _compute(self, commands: Taken) -> None:
-        began = time.monotonic()
+        began, of_others = time.monotonic(), 0.0
         there = self._brought(commands)
-        outcomes = self._passes.compute([(command, state) for _, command, state in there]) if there else []
-        took = time.monotonic() - began
+        runs = {run for run, _ in commands}
+
+        def let_others() -> None:
+            nonlocal of_others
+            of_others += self._let_others(runs)
+
+        asked = [(command, state) for _, command, state in there]
+        outcomes = self._passes.compute(asked, lambda: self._intake.most_beside(runs), let_others) if there else []
+        took = time.monotonic() - began - of_others
+        self._intake.share = self._passes.share
         tokens = sum(command.tokens for _, command, _ in there)
         for (run, command, state), outcome in zip(there, outcomes, strict=True):
             share = took * command.tokens / tokens
@@ -104,6 +112,17 @@ class CommandWorker:
                 self._finish(run, command, outcome, None, share)
         self._write_if_due([run for run, _, _ in there])
         self._intake.passed([run for run, _ in commands], self._passes.count, took)
+
+    def _let_others(self, runs: set[Run]) -> float:
+        """Do what waits of others, in the midst of a large pass of these runs. Return how long it took."""
+        began = time.monotonic()
+        for _ in range(2):  # calls, and the passes behind them
+            calls, passes = self._intake.others(runs)
+            if calls:
+                self._make_calls(calls)
+            elif passes:
+                self._compute(passes)
+        return time.monotonic() - began
 
     def _finish(
         self, run: Run, command: Command, result: Any, error: Exception | None, took_s: float, was_tried: bool = True

@@ -1,6 +1,7 @@
 """Passes of several runs, computed together."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from symbiosis.training.losses import slopes_of_function
@@ -8,6 +9,9 @@ from symbiosis.training.packed_model import PackedModel
 from symbiosis.training.run_command import FORWARD_BACKWARD, Command, PassResult
 from symbiosis.training.run_work import RunWork
 from symbiosis.training.train_state import TrainState
+
+SHARE_S = 0.25  # so long a part of a large pass takes while others wait
+LEAST_SHARE = 256  # tokens
 
 
 class JoinedPasses:
@@ -20,9 +24,25 @@ class JoinedPasses:
     def __init__(self, model: PackedModel, most: int) -> None:
         self._model, self._most = model, most
         self.count = self.runs = 0  # passes, and the runs in them
+        self._pace = 4 * LEAST_SHARE / SHARE_S  # tokens per second: the best of late
 
-    def compute(self, asked: Sequence[tuple[Command, TrainState]]) -> list[PassResult | Exception]:
-        """Return what came of each. If passes fail together, each is computed by itself, so that nobody suffers by another's fault."""
+    @property
+    def share(self) -> int:
+        """How many tokens take `SHARE_S`."""
+        return min(self._most, max(LEAST_SHARE, int(self._pace * SHARE_S)))
+
+    def compute(
+        self,
+        asked: Sequence[tuple[Command, TrainState]],
+        most: Callable[[], int] = lambda: 0,
+        between: Callable[[], object] = lambda: None,
+    ) -> list[PassResult | Exception]:
+        """Return what came of each. If passes fail together, each is computed by itself, so that nobody suffers by another's fault.
+
+        Args:
+            most: Returns how many tokens the next part may have; 0: as many as a pass.
+            between: Called between two parts: others may compute meanwhile.
+        """
         works = [_work(command, state) for command, state in asked]
         joined = len({id(work.adapter) for work in works})
         self.count, self.runs = self.count + 1, self.runs + joined
@@ -31,12 +51,14 @@ class JoinedPasses:
                 for (command, _), work in zip(asked, works, strict=True):
                     if command.function is not None:
                         self._differentiate(command, work)
-                for part in _parts(_by_adapter(works), self._most):
+                for number, part in enumerate(_parts(_by_adapter(works), lambda: most() or self._most)):
+                    if number:
+                        between()
                     self._compute(part)
         except Exception as error:
             if len(asked) == 1:
                 return [error]
-            return [outcome for each in asked for outcome in self.compute([each])]
+            return [outcome for each in asked for outcome in self.compute([each], most, between)]
         return [PassResult(work.loss, [each.cpu() for each in work.found], joined) for work in works]
 
     def _differentiate(self, command: Command, work: RunWork) -> None:
@@ -45,14 +67,17 @@ class JoinedPasses:
             assert command.function is not None
             forward = RunWork(work.adapter, work.data, backward=False)
             drawn = work.adapter.drawn
-            for part in _parts([forward], self._most):
+            for part in _parts([forward], lambda: self._most):
                 self._compute(part)
             work.adapter.drawn = drawn  # dropout is the same in the pass that follows
             command.loss, command.slopes = slopes_of_function(command.function, forward.found, work.data)
         work.loss, work.given = command.loss, command.slopes
 
     def _compute(self, works: list[RunWork]) -> None:
+        began = time.monotonic()
         self._model.compute(works)
+        tokens = sum(len(datum) for work in works for datum in work.data)
+        self._pace = max(0.9 * self._pace, tokens / (time.monotonic() - began))
         for work in works:
             assert work.whole is not None
             work.whole.found += work.found
@@ -92,16 +117,16 @@ def _kept(works: Sequence[RunWork]) -> Iterator[None]:
         adapter.drawn = drawn[adapter]
 
 
-def _parts(works: Sequence[RunWork], most: int) -> Iterator[list[RunWork]]:
-    """Cut works into passes of at most so many tokens, or of one sequence."""
-    part, tokens = list[RunWork](), 0
+def _parts(works: Sequence[RunWork], limit: Callable[[], int]) -> Iterator[list[RunWork]]:
+    """Cut works into passes of at most so many tokens, or of one sequence. The limit is asked for anew for each."""
+    part, tokens, most = list[RunWork](), 0, limit()
     for work in works:
         first = 0
         for number, datum in enumerate(work.data):
             if tokens and tokens + len(datum) > most:
                 part += [work.part(first, number)] if number > first else []
                 yield part
-                part, tokens, first = [], 0, number
+                part, tokens, first, most = [], 0, number, limit()
             tokens += len(datum)
         part.append(work.part(first, len(work.data)))
     yield part

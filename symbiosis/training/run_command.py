@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Command:
     def is_pass(self) -> bool:
         return bool(self.data)
 
-    @property
+    @cached_property  # asked for again and again while it waits
     def tokens(self) -> int:
         return sum(map(len, self.data))
 

@@ -136,6 +136,29 @@ def test_what_a_missing_number_waits_for_is_let_in() -> None:
         assert all(each.result(60) for each in late)
 
 
+def test_a_large_pass_lets_others_by() -> None:
+    """What is more than a pass takes is computed in parts, and others have their turn between two of them."""
+    data = [Datum(list(range(n, n + 8)), list(range(n + 1, n + 9))) for n in range(40)]
+    with Engine(tiny_llama(), max_tokens=64) as engine:
+        large, small = engine.create(lora(), seed=1, tenant="eve"), engine.create(lora(), tenant="bob")
+        compute, order = engine._model.compute, list[str]()
+
+        def computed(works: Any) -> None:
+            compute(works)
+            order.append("part")
+            if len(order) == 1:
+                for name, future in (("pass", small.forward_backward(batch(1))), ("step", small.step(1e-2))):
+                    future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+
+        engine._model.compute = computed  # type: ignore[method-assign]
+        large.forward_backward(data).result(60)
+        assert order == ["part", "part", "pass", "step", *["part"] * 4]
+        alone = engine.create(lora(), seed=1)
+        alone.forward_backward(data).result(60)
+        for one, other in zip(gradients(large), gradients(alone), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_calls_of_one_do_not_keep_others_from_passes() -> None:
     with Engine(tiny_llama()) as engine:
         flooding, other = engine.create(lora(), tenant="eve"), engine.create(lora(), tenant="bob")

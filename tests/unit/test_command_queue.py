@@ -66,6 +66,17 @@ def test_who_comes_back_has_saved_up_nothing() -> None:
     assert had == {"old": 10, "new": 10}
 
 
+def test_beside_a_run_in_the_midst_of_a_pass_others_compute_what_is_small() -> None:
+    queue = CommandQueue(1000)
+    busy, small, large = (Asker(name, name) for name in ("busy", "small", "large"))
+    for run, tokens in ((busy, 10), (small, 10), (large, 60)):
+        flood(queue, run, 2, tokens)
+    assert [run for run, _ in queue.passes(50, [busy], largest=50)] == [small, small]
+    assert not queue.passes(50, [busy], largest=50) and len(busy.commands) == 2 == len(large.commands)
+    queue.add(small, Asked(is_pass=False))
+    assert queue.calls([busy]) == [small] and not queue.calls([small])
+
+
 def test_a_pass_that_does_not_fit_lets_others_by_and_is_next() -> None:
     queue = CommandQueue(1000)
     large, small = Asker("large", "a"), Asker("small", "b")
