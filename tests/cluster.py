@@ -1,26 +1,40 @@
 """A cluster for tests: the command, with a front end, servers and executors of the demo model."""
 
+import asyncio
 import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from symbiosis.protocol.cluster_state import Member, Told, told_by
+from symbiosis.cluster.router.app import make_app
+from symbiosis.cluster.router.router_state import RouterState
+from symbiosis.cluster.router.server_registry import ServerRegistry
+from symbiosis.protocol.cluster_state import Member, Told, folder_of, tell, told_by
 from symbiosis.server.api_app import SECRET_HEADER
+from symbiosis.server.connections import server_of
 from tests.forked import Symbiosis
-from tests.serving_api import eventually
+from tests.serving_api import eventually, web
 
 START_S = 110.0
 BEFORE = "import secrets; secrets.token_hex = lambda n: 'secret' * n"
 UP = f"{BEFORE}; from symbiosis.cli.main import main; main()"
 AS_FRONT = {SECRET_HEADER: "secret" * 32}  # what a front end shows to servers
+
+
+@dataclass
+class Front:
+    """A front end of this process."""
+
+    url: str
 
 
 @dataclass
@@ -66,6 +80,45 @@ def cluster_at(folder: Path, text: str, forked: bool = False) -> Iterator[Runnin
         patched.setenv("XDG_RUNTIME_DIR", str(folder))
         with cluster(folder, text, forked) as found:
             yield found
+
+
+@contextlib.contextmanager
+def front_of(folder: Path, urls: dict[str, str], api_keys: str | None = None, trains: bool = False) -> Iterator[Front]:
+    """A front end of this process, for servers: by name, which begins with that of the model, where each is."""
+    members = tuple(
+        Member(
+            name=name,
+            kind="server",
+            model=name.partition("-")[0],
+            number=n,
+            url=url,
+            state="ready",
+            batch=8,
+            trains=trains,
+        )
+        for n, (name, url) in enumerate(urls.items(), 1)
+    )
+    with pytest.MonkeyPatch.context() as patched, socket.create_server(("127.0.0.1", 0)) as listener:
+        patched.setenv("XDG_RUNTIME_DIR", str(folder))
+        folder_of("test").mkdir(parents=True)
+        tell(Told(name="test", url="", members=members))
+        front = RouterState(ServerRegistry("test", {}), api_keys)
+        server = server_of(make_app(front), front.observer, [listener], 1.0)
+
+        async def serve() -> None:
+            following = asyncio.create_task(front.view.follow())
+            await server.serve(sockets=[listener])
+            following.cancel()
+
+        thread = threading.Thread(target=asyncio.run, args=[serve()])
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            eventually(lambda: len(web.get(f"{url}/health").json().get("ready", ())) == len(urls))
+            yield Front(url)
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def started(file: Path) -> "subprocess.Popen[str]":

@@ -23,6 +23,7 @@ OURS = {  # options that the cluster gives itself
     "executor": {"listen", "model", "config", "metrics-port", "metrics-host"},
     "server": {
         "executor", "model", "config", "served-model-name", "adapters", "host", "port", "allowed-hosts", "api-keys", "drain-s", "wait-s",
+        "train", "checkpoints", "server-name",
     },
 }  # fmt: skip
 
@@ -34,6 +35,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     executors: int = 1
     servers: int | tuple[int, int] = 1  # so many, or from so many to so many
     adapters: str | None = None  # a folder
+    train: bool = False  # by Tinker's API
     threads: int = 1  # of each process
     gpus: float = 0  # of each process: its share of the GPU on which it is with the others of its executor, on Ray
     executor: dict[str, Any] = {}  # options of symbiosis-executor
@@ -84,6 +86,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     metrics_port: int = 0  # of the first front end's pages; those of the others and of all processes come behind it. 0: any that are free
     allowed_hosts: tuple[str, ...] = ()  # as of `symbiosis serve`
     api_keys: str | None = None
+    checkpoints: str | None = None  # a folder for all that is trained
     aliases: dict[str, dict[str, float]] = {}  # names for several models, versions for example: with the share of each
     limits: dict[str, int] = {}  # by tenant: sequences in the whole cluster; what is beyond waits
     decision_log: str | None = None  # a file
@@ -145,6 +148,8 @@ def _problems_of(name: str, plan: ModelPlan) -> Iterator[str]:
             yield f"models.{name}.{kind}: {sorted(mine)[0]} is given by the cluster itself"
     if plan.executors < 1 or not 0 <= plan.least <= plan.most or plan.threads < 1:
         yield f"models.{name}: at least one executor and thread, and servers: NUMBER or [LEAST, MOST]"
+    elif plan.train and plan.least != plan.most:
+        yield f"models.{name}: sessions live on the servers of a model that trains, so it has the same ones all the time: servers: NUMBER"
     elif plan.executors > MOST_EXECUTORS or plan.most > MOST_SERVERS:
         yield f"models.{name}: at most {MOST_EXECUTORS} executors and {MOST_SERVERS} servers"
     elif not 0 <= plan.gpus <= 1 or round(plan.gpus, 4) != plan.gpus:
@@ -179,10 +184,14 @@ def load(file: Path) -> Plan:
         plan = msgspec.convert(told, Plan)
     except msgspec.ValidationError as error:
         raise ConfigError("\n".join(f"{file}: {problem}" for problem in str(error).splitlines())) from None
+    if plan.checkpoints and not any(each.train for each in plan.models.values()):
+        raise ConfigError(f"{file}: checkpoints is for a model that trains: write `train: true` for it")
     paths = {name: _resolved(file, plan.adapters) for name, plan in plan.models.items()}
     models = {name: msgspec.structs.replace(each, adapters=paths[name]) for name, each in plan.models.items()}
-    keys, log = _resolved(file, plan.api_keys), _resolved(file, plan.decision_log)
-    return msgspec.structs.replace(plan, name=plan.name or file.stem, models=models, api_keys=keys, decision_log=log)
+    keys, log, checkpoints = (_resolved(file, each) for each in (plan.api_keys, plan.decision_log, plan.checkpoints))
+    return msgspec.structs.replace(
+        plan, name=plan.name or file.stem, models=models, api_keys=keys, decision_log=log, checkpoints=checkpoints
+    )
 
 
 def _misread(told: Any, kind: type[Plan | ModelPlan], place: str = "") -> Iterator[str]:

@@ -38,7 +38,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 0  # of a server: most sequences of a step
     share: int = 0  # ... of one tenant while others wait; 0: no such limit
     most: int = 0  # ... under way; 0: it is not known
-    clients: int = 0  # of an executor: that are joined
+    clients: int = 0  # of an executor: that are joined; of a server: sessions of those who train
+    trains: bool = False
     fingerprint: str = ""  # of the base that it serves, as itself says
 
 

@@ -34,6 +34,7 @@ UNKNOWN_HOST = (
     "this server is not known as {!r}: ask for it by its address, or start it with --allowed-hosts and that name"
 )
 SECRET_HEADER = "X-Symbiosis-Cluster"  # with which a front end shows the cluster's secret
+URL_HEADER = "X-Symbiosis-Url"  # with which it tells what it was asked for
 OPEN = ("/health", "/ping", "/metrics", "/version")  # for probes and Prometheus
 FOR_FRONT_ENDS = "this server is one of a cluster, and takes requests from its front ends only: ask the cluster's address, which `symbiosis cluster status` shows"
 ID_HEADER = b"x-request-id"

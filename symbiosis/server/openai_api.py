@@ -219,7 +219,7 @@ async def responses(front: ServingState, request: Request) -> ASGIApp:
         admission.reserve(generation.prompt_tokens + generation.completion_tokens + generation.most_tokens)
         generation.begin()
         assert isinstance(words, ChatWords)
-        return ResponsesReply(generation, words, body, keep, admission.end)
+        return ResponsesReply(generation, words, body, keep, admission.end, front.options.server)
 
     return await _answered(front, request, tenant, body.chat(before), len(data), reply)
 
@@ -332,6 +332,8 @@ async def health(front: ServingState, request: Request) -> ASGIApp:
     }
     if remote.tokens:
         told |= {"room": remote.room, "tokens": remote.tokens, "longest": remote.welcome.longest}
+    if front.options.trains:
+        told["clients"] = remote.sessions
     return json_response(told, 200 if state == "serving" else 503)
 
 

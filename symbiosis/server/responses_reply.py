@@ -12,6 +12,7 @@ from symbiosis.server.long_reply import GenerationReply
 from symbiosis.server.request_record import this_request
 from symbiosis.server.response_format import ChatWords, Fields
 from symbiosis.server.responses_protocol import Message, ResponsesBody, messages_of
+from symbiosis.server.server_marks import response_id
 from symbiosis.server.sse import EVENTS, JSON, SseWriter
 
 
@@ -85,13 +86,16 @@ class ResponsesReply(GenerationReply):
 
     Args:
         keep: Gets the response when it is whole, to store it.
+        server: Its name in a cluster, which the id tells.
     """
 
     def __init__(
         self, generation: Generation, words: ChatWords, body: ResponsesBody, keep: Callable[[Fields], None], done: Callable[[int], None],
+        server: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(generation, bool(body.stream), done)
         self._words, self._body, self._keep = words, body, keep
+        self._id = response_id(server, this_request().id)
         self._items, self._created, self._count = OutputItems(this_request().id), int(time.time()), 0
 
     async def _whole(self, writer: SseWriter) -> None:
@@ -175,7 +179,7 @@ class ResponsesReply(GenerationReply):
             given = msgspec.structs.asdict(body.text.format)
             format = {name: value for name, value in given.items() if value not in (None, msgspec.Raw())}
         return {
-            "id": response_id(), "object": "response", "created_at": self._created, "status": status, "background": False, "error": None,
+            "id": self._id, "object": "response", "created_at": self._created, "status": status, "background": False, "error": None,
             "incomplete_details": reason, "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {}, "model": body.model, "output": self._items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": body.previous_response_id,
@@ -183,10 +187,6 @@ class ResponsesReply(GenerationReply):
             "tool_choice": choice if isinstance(choice, str) else msgspec.to_builtins(choice), "tools": tools,
             "top_p": 1.0 if body.top_p is None else body.top_p, "truncation": "disabled", "usage": None, "user": body.user,
         }  # fmt: skip
-
-
-def response_id() -> str:
-    return f"resp_{this_request().id}"
 
 
 def messages_after(body: ResponsesBody, before: list[Message], output: list[Fields]) -> list[Message]:

@@ -18,6 +18,7 @@ Policy = Literal["fcfs", "abort", "vtc"]  # which waiting request is first; see 
 ToolFormat = Literal["hermes", "llama3_json", "mistral", "pythonic"]
 SHARE = 0.25  # of the memory that is free, where nothing is said
 UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+NAME = re.compile(r"\w[\w.-]{0,127}")
 SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?([KMGT]iB)?", re.IGNORECASE)
 
 
@@ -53,6 +54,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     train: Annotated[bool, Doc("Train adapters, too: Tinker's API at the same address. Needs the extra [tinker].")] = False
     checkpoints: Annotated[str | None, Doc(
         "With --train, where checkpoints of all clients lie. Default: ~/.local/state/symbiosis/checkpoints."), "DIR"] = None
+    server_name: Annotated[str | None, Doc(
+        "The server's name among several, as a cluster gives it: ids tell it. With --train, servers that share --checkpoints need one each.")] = None
     host: Annotated[str, Doc("Where to listen. Default: 127.0.0.1, which only this machine reaches.")] = "127.0.0.1"
     port: Annotated[int, Doc("Default: 8000. 0: any that is free.")] = PORT
     allowed_hosts: Annotated[tuple[str, ...], Doc(
@@ -112,6 +115,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("max-tenant-batch is for each API key: give --api-keys FILE, too")
         if self.checkpoints is not None and not self.train:
             raise ConfigError("checkpoints goes with train")
+        if self.server_name is not None and not NAME.fullmatch(self.server_name):
+            raise ConfigError(
+                f"server-name has letters, digits, dots, hyphens and underscores, not {self.server_name!r:.80}"
+            )
         self._check_devices()
         check_dtype(self.dtype)
         check_hosts(self.allowed_hosts)

@@ -16,8 +16,8 @@ from typer.main import get_command
 import symbiosis
 from symbiosis.build import STAMP
 from symbiosis.cli.main import app, executor_app
-from symbiosis.cluster.router.app import RouterState
 from symbiosis.cluster.router.app import _Collected as CollectedByFront
+from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.errors import Code
 from symbiosis.executor.observe.prometheus import PrometheusCollector

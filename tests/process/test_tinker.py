@@ -17,6 +17,7 @@ import pytest
 import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
+from tests.cluster import Front, Running
 from tests.secret_files import write_secret
 from tests.serving_api import Api, eventually, http_process, web
 
@@ -56,7 +57,7 @@ def served(folder: Path, order_wait: float = 60.0) -> Iterator[Api]:
 class Client:
     """One key's, with a session."""
 
-    def __init__(self, api: Api, who: str = "anna") -> None:
+    def __init__(self, api: Api | Front | Running, who: str = "anna") -> None:
         self.url, self.headers = f"{api.url}/api/v1", {"X-API-Key": KEYS[who]}
         self.session = self.told("create_session", tags=[], user_metadata=None, sdk_version=wire.SDKS[-1])["session_id"]
         self.runs = 0
@@ -616,6 +617,11 @@ def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
         state = tmp_path / "checkpoints" / "state"
         eventually(lambda: [each.name for each in (state / "runs").iterdir() if each.name[0] != "."] == [same])
         assert [each.name for each in (state / "sessions").iterdir()] == [undisturbed.session]
+    facts = tmp_path / "checkpoints" / same.replace(":", ".") / "run.json"
+    facts.write_text(facts.read_text().replace('"fingerprint":"', '"fingerprint":"other'))
+    with served(tmp_path) as api:
+        undisturbed.url = f"{api.url}/api/v1"
+        assert "began on another base" in undisturbed.wait({"request_id": f"{same}/0"})["error"]
 
 
 def test_metrics_by_tenant(api: Api) -> None:

@@ -63,7 +63,7 @@ def test_null_is_as_absent(name: str, is_chat: bool) -> None:
         vars(CompletionFields(json.dumps(body).encode(), is_chat))
         for body in ({"model": "m", name: None}, {"model": "m"})
     )
-    assert {**with_null, "_begin": b"", "size": 0} == {**without, "_begin": b"", "size": 0}
+    assert {**with_null, "_data": b"", "size": 0} == {**without, "_data": b"", "size": 0}
 
 
 def test_nothing_is_made_for_choices_before_a_server_has_let_them_in() -> None:

@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from symbiosis.cluster.router import relay
-from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.app import make_app
+from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.protocol.cluster_state import Member, Told
 from tests.secret_files import write_secret

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from symbiosis.cluster.router import app
-from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.app import make_app
+from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.protocol.cluster_state import Member, Told, folder_of, tell
 

@@ -67,6 +67,9 @@ def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> 
     ("text", "told"),
     [
         ("models: {}", "name at least one"),
+        ("models: {demo: {train: true, servers: [1, 2]}}", "servers: NUMBER"),
+        ("models: {demo: {server: {train: true}}}", "train is given by the cluster itself"),
+        ("checkpoints: x\nmodels: {demo: {}}", "checkpoints is for a model that trains"),
         ("models: [demo]", "lab.yaml: models: Expected `object`"),
         ("models: {demo: {", "lab.yaml is no YAML"),
         (

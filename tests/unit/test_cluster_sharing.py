@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.cluster.placement import RoutingRequest
-from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.app import make_app
 from symbiosis.cluster.router.completion_fields import CompletionFields
 from symbiosis.cluster.router.relay import Relay
+from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.cluster.router.server_registry import MOST_WAITING, Seen, ServerRegistry
 from symbiosis.protocol.cluster_state import Member, Told
 from symbiosis.server.api_keys import Tenant

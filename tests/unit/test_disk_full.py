@@ -19,7 +19,8 @@ from starlette.types import ASGIApp
 
 from symbiosis.cluster.placement import State
 from symbiosis.cluster.router import adapter_uploads
-from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.app import make_app
+from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.protocol.cluster_state import Member
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.ipc.engine_ipc import AdapterInfo, EngineReady, FrontOptions

@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from symbiosis.cluster.plan import ModelPlan, Plan
-from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.app import make_app
+from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.errors import ConfigError
 from symbiosis.server.api_app import Api, ApiState

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from symbiosis.base.logs import TextFormatter
-from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.app import make_app
+from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.protocol.cluster_state import Member, Told
 from symbiosis.server.api_errors import KINDS, REASONS, ApiError

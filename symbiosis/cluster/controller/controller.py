@@ -158,6 +158,8 @@ class ClusterController:
                 f"{name} is the last of its kind, and nothing would start it again: {instead}; "
                 "a model that the file has no more ends by `symbiosis cluster apply`"
             )
+        if process.member.trains and process.member.model not in self.retiring:
+            raise ConfigError(f"{name} has the sessions of those who train there: {instead}")
         users = [each.name for each in self.of_model(process.member.model, "server") if each.needs is process]
         if users and process.member.model not in self.retiring:
             raise ConfigError(f"without {name}, {' and '.join(users)} could not start again: {instead}")

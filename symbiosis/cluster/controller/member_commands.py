@@ -77,7 +77,8 @@ def server(
 
     def placed(before: str) -> str:
         at = kept_port(port, before, host)
-        config_file(folder, member.name, server_options(plan, model, executor=executor, host=host, port=at))
+        ours = {"executor": executor, "host": host, "port": at, "server_name": member.name}
+        config_file(folder, member.name, server_options(plan, model, **ours))
         return url_of(host, at) if at else ""
 
     file = str(config_path(folder, member.name))
@@ -100,7 +101,7 @@ def server_member(plan: Plan, model: str, number: int, of_model: int) -> Member:
     options = server_options(plan, model)
     return Member(
         name=f"{model}-server-{of_model}", kind="server", model=model, number=number, batch=options.max_batch,
-        share=options.of_tenant or 0, most=options.max_requests,
+        share=options.of_tenant or 0, most=options.max_requests, trains=options.train,
     )  # fmt: skip
 
 

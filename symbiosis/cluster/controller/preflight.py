@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from symbiosis.base.folders import Use, user_folder
 from symbiosis.base.hosts import listener_at
 from symbiosis.base.logs import JsonLines
 from symbiosis.base.memory import free_memory
@@ -64,6 +65,11 @@ def server_options(plan: Plan, name: str, **ours: Any) -> ServeOptions:
     }  # fmt: skip
     mine |= {"adapters": (model.adapters,)} if model.adapters else {}
     mine |= {"api_keys": plan.api_keys} if plan.api_keys else {}
+    mine |= (
+        {"train": True, "checkpoints": plan.checkpoints or str(user_folder(Use.STATE, "clusters", plan.name))}
+        if model.train
+        else {}
+    )
     return load_as(ServeOptions, {**given, **mine, **ours}, None, "symbiosis serve")
 
 

@@ -78,14 +78,14 @@ async def _try(view: ServerRegistry, model: str, name: str, headers: dict[str, s
             with suppress(Lost):
                 status, told = await Upstream.fetch(seen.member.url, "/v1/completions", headers, body, "POST")
                 if status in (400, 500):  # the adapter is at fault
-                    raise wrong(_message(told))
+                    raise wrong(message_of(told))
                 if status != 200:
-                    raise ApiError(status, _message(told))
+                    raise ApiError(status, message_of(told))
                 return
     raise ApiError(503, f"no server of {model} is ready to try it: send it later", retry_s=5.0, reason="no_server")
 
 
-def _message(body: bytes) -> str:
+def message_of(body: bytes) -> str:
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.MsgspecError, LookupError, TypeError):

@@ -1,10 +1,7 @@
 """The routes of a front end: those of `symbiosis serve`, and what is told of the cluster."""
 
 import asyncio
-import os
-import random
 import shutil
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,97 +11,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from symbiosis.base.fair_share import FairShare, Lease
-from symbiosis.cluster.placement import RoutingRequest, State, version_of
-from symbiosis.cluster.router import adapter_uploads
-from symbiosis.cluster.router.cluster_page import ClusterPage
-from symbiosis.cluster.router.completion_fields import CompletionFields
-from symbiosis.cluster.router.relay import Relay
+from symbiosis.cluster.placement import State
+from symbiosis.cluster.router import adapter_uploads, training_requests
+from symbiosis.cluster.router.completion_fields import CompletionFields, with_fields
+from symbiosis.cluster.router.response_requests import ResponseFields
+from symbiosis.cluster.router.router_state import RouterState, passed_on
 from symbiosis.cluster.router.scrape_targets import METRICS, metrics_of, targets
-from symbiosis.cluster.router.server_registry import ServerRegistry, answer_of
+from symbiosis.cluster.router.server_registry import answer_of
+from symbiosis.cluster.router.training_requests import HEARTBEAT, ids_of, of_other_base, server_of
 from symbiosis.cluster.router.upstream import Lost
 from symbiosis.executor.observe.process_figures import process_figures
 from symbiosis.server import api_app
-from symbiosis.server.api_app import Api, ApiState, json_response
-from symbiosis.server.api_errors import ApiError, busy, storing, unknown_model, wrong
+from symbiosis.server.api_app import Api, json_response
+from symbiosis.server.api_errors import ApiError, storing, unknown_model
 from symbiosis.server.api_keys import Tenant
 from symbiosis.server.metrics import Labelled, families, observed
-from symbiosis.server.request_record import this_request
-from symbiosis.server.tracing import Tracing
+from symbiosis.server.openai_protocol import decoded
+from symbiosis.server.server_marks import mark_in, mark_in_response
 from symbiosis.server.uploads import received
 
 MOST_BYTES = 16 << 20  # of a body
-MOST_HELD = 1 << 30  # bytes of bodies whose answers are not over, and of answers that are not whole
-LONGEST_NAME = 256
+SIGNED_FILE = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/files/{file}"
 PREFIX = "symbiosis_cluster_"
-
-
-class RouterState(ApiState):
-    """What the routes share."""
-
-    def __init__(
-        self, view: ServerRegistry, api_keys: str | None, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = (),
-        tracing: Tracing | None = None, processes: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__(api_keys, host, allowed_hosts, tracing, processes, threads=2)
-        self.view, self.shown = view, ClusterPage(view)
-        self._held = FairShare(MOST_HELD)  # bytes
-
-    def model_of(self, name: str) -> tuple[str, str | None]:
-        """Return the model that serves this name, and the adapter, None for the model itself."""
-        models = self.view.told.models
-        if name in models:
-            return name, None
-        if len(name) > LONGEST_NAME:
-            raise unknown_model(name, self.view.told.names)
-        for model in models:
-            folder = self.view.told.adapters.get(model)
-            if folder and "/" not in name and os.path.isfile(f"{folder}/{name}/adapter_config.json"):  # noqa: PTH113
-                return model, name
-        if len(models) == 1:
-            return models[0], name  # the server knows
-        raise unknown_model(name, self.view.told.names)
-
-    def is_of(self, name: str, model: str) -> bool:
-        """Whether requests for this name go to this model, and to no other."""
-        try:
-            return name not in self.view.told.aliases and self.model_of(name)[0] == model
-        except ApiError:
-            return False
-
-    def check_room(self, tenant: Tenant, sequences: int) -> None:
-        """Raise `ApiError` if too many requests wait."""
-        if not self.view.room.has(tenant.name, sequences):
-            raise busy("too many requests wait for a server", "share_of_key")
-
-    def relay(self, request: Request, tenant: Tenant, asked: CompletionFields) -> Relay:
-        """Return the answer to a completion, if the tenant may have so many."""
-        self.view.look()  # `shift` and `apply` hold from the next request on
-        shares = self.view.told.aliases.get(asked.model)
-        model, adapter = self.model_of(version_of(shares, random.random()) if shares else asked.model)
-        sequences, longest = self.view.most(model)
-        for most in (self.view.limits.get(tenant.name, sequences), sequences):
-            if asked.sequences > most:
-                raise wrong(f"at most {most} completions, and this would be {asked.sequences}", "n")
-        self.check_room(tenant, asked.sequences)
-        tokens, is_vain = asked.tokens + asked.most_tokens, asked.longest > longest
-        wish = RoutingRequest(
-            model=model, adapter=adapter, sequences=asked.sequences, pages=0 if is_vain else tokens, tenant=tenant.name, is_vain=is_vain,
-        )  # fmt: skip
-        admission, held = tenant.admit(asked.sequences, self.keys.clock(), tokens), Lease(self._held, tenant.name)
-        admission.at_end.append(held.end)
-        if not held.take(asked.size):
-            admission.end()
-            raise busy("what waits and runs is too large together", "share_of_key")
-        record = this_request()
-        record.model, record.adapter, record.choices = model, adapter or model, asked.sequences
-        return Relay(self.view, request.url.path, _passed_on(request), asked, wish, held, admission)
-
-    def drop_what_is_gone(self) -> None:
-        """Count no more what adapters did that are gone."""
-        for model, name in self.observer.adapters.named:
-            if name != model and not self.is_of(name, model):
-                self.observer.adapters.drop((model, name))
 
 
 class ListedModel(msgspec.Struct):
@@ -124,6 +52,9 @@ def make_app(front: RouterState) -> ASGIApp:
     table = [
         ("POST", "/v1/completions", completion),
         ("POST", "/v1/chat/completions", completion),
+        ("POST", "/v1/responses", responses),
+        ("GET", "/v1/responses/{id}", one_response),
+        ("DELETE", "/v1/responses/{id}", one_response),
         ("GET", "/v1/models", models),
         ("GET", "/v1/models/{name:path}", one_model),
         ("PUT", "/v1/adapters/{name:path}", put_adapter),
@@ -132,6 +63,11 @@ def make_app(front: RouterState) -> ASGIApp:
         ("GET", "/cluster", cluster),
         ("GET", "/cluster/targets", told_targets),
         ("GET", f"{METRICS}/{{name}}", relayed_metrics),
+        ("GET", "/api/v1/sessions", sessions),
+        ("GET", "/api/v1/get_server_capabilities", capabilities),
+        ("POST", "/api/v1/sessions/{id}/finish", finish),
+        ("GET", SIGNED_FILE, signed_file),
+        *((method, "/api/v1/{rest:path}", training) for method in ("GET", "POST", "PUT", "DELETE")),
         ("GET", "/version", api_app.version),
         ("GET", "/metrics", metrics),
         ("GET", "/figures", figures),
@@ -150,7 +86,84 @@ async def completion(front: RouterState, request: Request) -> ASGIApp:
         asked = await front.made(request, tenant, len(data), 1, lambda: CompletionFields(data, is_chat))
     finally:
         front.view.unread -= 1
+    if training_requests.names_a_run(asked.model):
+        front.view.look()
+        return front.forward(request, tenant.name, server_of(front.view, mark_in(asked.model)), data)
     return front.relay(request, tenant, asked)
+
+
+async def responses(front: RouterState, request: Request) -> ASGIApp:
+    tenant = front.tenant(request)
+    tenant.check(1, front.keys.clock())
+    front.check_room(tenant, 1)
+    data = await front.bodies.read(request, MOST_BYTES)
+    asked = await front.made(request, tenant, len(data), 1, lambda: decoded(ResponseFields, data))
+    return front.respond(request, tenant, asked, data)
+
+
+async def one_response(front: RouterState, request: Request) -> ASGIApp:
+    """Tell or remove a response, at the server that has it."""
+    tenant, id = front.tenant(request), request.path_params["id"]
+    front.view.look()
+    if (seen := front.view.marked(mark_in_response(id))) is None:
+        raise ApiError(404, f"there is no response {id[:100]!r}: its server is gone, or it is of another cluster")
+    return front.forward(request, tenant.name, seen, b"")
+
+
+async def training(front: RouterState, request: Request) -> ASGIApp:
+    """Answer a request of Tinker's API at the server that has its session."""
+    path, tenant = request.url.path, _trainer(front, request)
+    data = await front.bodies.read(request, MOST_BYTES)
+    media = request.headers.get("content-type", "").partition(";")[0]
+    ids = await front.made(request, tenant, len(data), 1, lambda: ids_of(data, media))
+    front.view.look()
+    if path == training_requests.NEW:
+        return front.forward(request, tenant.name, training_requests.for_new_session(front.view), data)
+    seen = server_of(front.view, mark_in(path) or ids.mark, ids.base_model)
+    if path in training_requests.OF_A_BASE and (other := of_other_base(front.view, seen, ids)) is not None:
+        id = await training_requests.session_at(other, str(ids.session_id), passed_on(request, "x-api-key"))
+        return front.forward(request, tenant.name, other, with_fields(data, {"session_id": id}))
+    if path == HEARTBEAT:
+        await training_requests.tell_others(
+            front.view, seen, str(ids.session_id), request, passed_on(request, "x-api-key")
+        )
+    return front.forward(request, tenant.name, seen, data)
+
+
+async def finish(front: RouterState, request: Request) -> ASGIApp:
+    _trainer(front, request)
+    id = request.path_params["id"]
+    front.view.look()
+    await training_requests.tell_others(
+        front.view, server_of(front.view, mark_in(id)), id, request, passed_on(request, "x-api-key")
+    )
+    return await training(front, request)
+
+
+async def capabilities(front: RouterState, request: Request) -> ASGIApp:
+    _trainer(front, request)
+    front.view.look()
+    found = await training_requests.capabilities(front.view, passed_on(request, "x-api-key"))
+    return json_response({"supported_models": found}) if found else await training(front, request)
+
+
+async def signed_file(front: RouterState, request: Request) -> ASGIApp:
+    """Answer with a file of a checkpoint: it is asked for without a key, by a signature."""
+    front.view.look()
+    return front.forward(request, "", server_of(front.view, mark_in(request.url.path)), b"")
+
+
+async def sessions(front: RouterState, request: Request) -> ASGIApp:
+    _trainer(front, request)
+    front.view.look()
+    return json_response(
+        {"sessions": await training_requests.sessions(front.view, request, passed_on(request, "x-api-key"))}
+    )
+
+
+def _trainer(front: RouterState, request: Request) -> Tenant:
+    """Return who sends a request, by the key in X-API-Key."""
+    return front.tenant(request, f"Bearer {key}" if (key := request.headers.get("x-api-key")) else None)
 
 
 async def models(front: RouterState, request: Request) -> ASGIApp:
@@ -174,7 +187,7 @@ async def _models(front: RouterState, request: Request) -> list[dict[str, Any]]:
         for seen in front.view.seen.values():
             if seen.member.model == model and seen.state is State.READY:
                 try:
-                    answer = await answer_of(seen.member.url, "/v1/models", _passed_on(request))
+                    answer = await answer_of(seen.member.url, "/v1/models", passed_on(request))
                     msgspec.convert(answer, Models)
                     found += [each for each in answer["data"] if front.is_of(each["id"], model)]
                     break
@@ -205,7 +218,7 @@ async def put_adapter(front: RouterState, request: Request) -> ASGIApp:
         try:
             await received(front.bodies, adapter_uploads.MOST_BYTES, request, sent)
             await adapter_uploads.install(
-                front.view, model or front.view.told.models[0], folder, name, sent, _passed_on(request)
+                front.view, model or front.view.told.models[0], folder, name, sent, passed_on(request)
             )
         except BaseException:
             shutil.rmtree(sent, ignore_errors=True)
@@ -223,13 +236,6 @@ async def delete_adapter(front: RouterState, request: Request) -> ASGIApp:
     if not was_there:
         raise unknown_model(name, front.view.told.names)
     return Response(status_code=204)
-
-
-def _passed_on(request: Request) -> dict[str, str]:
-    """Return the headers of what a server is asked for this request: who asks, and what it is called in logs and traces."""
-    record, authorization = this_request(), request.headers.get("authorization")
-    told = {"X-Request-Id": record.id, **record.trace_headers}
-    return {**told, "Authorization": authorization} if authorization else told
 
 
 async def health(front: RouterState, request: Request) -> ASGIApp:
@@ -273,8 +279,11 @@ async def relayed_metrics(front: RouterState, request: Request) -> ASGIApp:
 
 async def figures(front: RouterState, request: Request) -> ASGIApp:
     """Return what the page shows."""
-    tenant = front.tenant(request)
-    return json_response(await front.shown.figures(_passed_on(request), tenant.may_change_adapters))
+    tenant, headers = front.tenant(request), passed_on(request)
+    told = await front.shown.figures(headers, tenant.may_change_adapters)
+    if any(each.member.trains for each in front.view.seen.values()):
+        told["runs"] = await training_requests.of_all(front.view, "/figures", "runs", headers)
+    return json_response(told)
 
 
 async def metrics(front: RouterState, request: Request) -> ASGIApp:

@@ -68,13 +68,22 @@ class CompletionFields:
         self.continuation = _continuation(before) if before else None
         is_plain = not fields.raw("stream_options") and not fields.return_token_ids and self.continuation is None
         self.may_be_streamed = not self.is_stream and is_plain
-        self._begin = data.rstrip()[:-1].rstrip()
-        self.size = len(self._begin)  # bytes
+        self._data = data
+        self.size = len(data)  # bytes
 
     def body(self, **more: Any) -> bytes:
         """Return it with these fields, whether it has them or not."""
-        added = msgspec.json.encode(more)[1:]
-        return self._begin + (b"," if more and not self._begin.endswith(b"{") else b"") + added
+        return with_fields(self._data, more)
+
+
+def with_fields(body: bytes, more: dict[str, Any]) -> bytes:
+    """Return an object of JSON with these fields, whether it has them or not.
+
+    >>> with_fields(b'{"n": 1}', {"seed": 7}), with_fields(b"{}", {"seed": 7})
+    (b'{"n": 1,"seed":7}', b'{"seed":7}')
+    """
+    begin = body.rstrip()[:-1].rstrip()
+    return begin + (b"," if more and not begin.endswith(b"{") else b"") + msgspec.json.encode(more)[1:]
 
 
 def _counts(prompt: bytes) -> tuple[int, int]:

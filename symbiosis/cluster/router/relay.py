@@ -32,7 +32,9 @@ logger = logging.getLogger("symbiosis")
 
 PATIENCE_S = 60.0  # without a new token, before a request fails
 FAILURES = 3  # of servers that say that they failed: the request itself may be what they fail at
-KEPT = (b"content-type", b"retry-after", b"www-authenticate", b"x-should-retry")  # of a server's headers
+KEPT = (
+    b"content-type", b"retry-after", b"www-authenticate", b"x-should-retry", b"cache-control", b"x-accel-buffering", b"content-disposition",
+)  # of a server's headers  # fmt: skip
 TOKEN_BYTES = 40  # that a token takes which a server may have to go on from
 FAILED_HEADERS = [(b"content-type", b"application/json"), (b"x-should-retry", b"false")]
 
@@ -105,8 +107,7 @@ class Relay:
                 async with asyncio.timeout_at(deadline):
                     await self._view.place(self._flight)
             except TimeoutError:
-                error = ApiError(503, "no server has room: try again later", retry_s=5.0, reason="no_server")
-                return await self._fail(error, writer)
+                return await self._fail(no_room(), writer)
             try:
                 return await self._at(self._flight.server, writer)
             except Lost as lost:
@@ -245,3 +246,7 @@ class Relay:
         else:
             await writer.start(headers, status)
             await writer.take([body], more=False)
+
+
+def no_room() -> ApiError:
+    return ApiError(503, "no server has room: try again later", retry_s=5.0, reason="no_server")

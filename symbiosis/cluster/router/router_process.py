@@ -10,8 +10,9 @@ import msgspec
 
 from symbiosis.base import procs
 from symbiosis.base.logs import JsonLines, write_lines
-from symbiosis.cluster.router.app import RouterState, make_app
+from symbiosis.cluster.router.app import make_app
 from symbiosis.cluster.router.router_options import RouterOptions
+from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.cluster.router.upstream import show_to_servers
 from symbiosis.server import tracing

@@ -21,6 +21,7 @@ from symbiosis.cluster.placement import Fleet, PlacedServer, RoutingRequest, Sta
 from symbiosis.cluster.router.upstream import Lost, Upstream
 from symbiosis.errors import ConfigError
 from symbiosis.protocol.cluster_state import Member, Told, read_told, told_file
+from symbiosis.server.server_marks import mark_of
 from symbiosis.text import shown
 
 logger = logging.getLogger("symbiosis")
@@ -63,6 +64,7 @@ class Seen:
     build: str | None = None  # once it has been asked
     watch: "asyncio.Task[None] | None" = None
     adapters: frozenset[str] = frozenset()
+    sessions: int = 0  # of those who train there: as it said last, and what was begun there since
 
     @property
     def state(self) -> State:
@@ -94,6 +96,7 @@ class _Health(msgspec.Struct):
     tokens: int = 0
     longest: int = 0
     build: str = ""
+    clients: int = 0  # sessions of those who train
 
 
 class ServerRegistry:
@@ -113,6 +116,7 @@ class ServerRegistry:
         self.moved = Counter[str]()  # by why
         self.decisions = deque[dict[str, Any]](maxlen=DECISIONS)
         self._fleet = Fleet()
+        self._marks: dict[str, int] = {}  # of servers, by what ids tell of them
         self.unread = 0  # requests whose bodies are not read, so that nobody knows what they ask for
         self._waiting: list[tuple[InFlight, asyncio.Future[None]]] = []
         self._running = Counter[str]()  # sequences by tenant
@@ -143,6 +147,11 @@ class ServerRegistry:
         if (seen := self.seen.get(number)) is None:
             raise Lost("the server is gone")
         return seen.member
+
+    def marked(self, mark: str | None) -> Seen | None:
+        """Return the server that ids with this mark are of; None if there is none."""
+        number = None if mark is None else self._marks.get(mark)
+        return None if number is None else self.seen.get(number)
 
     @property
     def waiting(self) -> Counter[str]:
@@ -176,6 +185,13 @@ class ServerRegistry:
             if not turn.done() or turn.cancelled():
                 self._waiting = [each for each in self._waiting if each[0] is not flight]
 
+    def enter(self, flight: InFlight, seen: Seen) -> None:
+        """Count a request at a server which alone can answer it."""
+        flight.server = seen.member.number
+        self._running[flight.wish.tenant] += flight.wish.sequences
+        seen.flights.add(flight)
+        self._put(seen)
+
     def leave(self, flight: InFlight) -> None:
         """The request is answered, or goes elsewhere."""
         self._running[flight.wish.tenant] -= flight.wish.sequences
@@ -192,6 +208,7 @@ class ServerRegistry:
     def _take(self, told: Told) -> None:
         self.told = told
         servers = {member.number: member for member in told.of_kind("server")}
+        self._marks = {mark_of(member.name): number for number, member in servers.items()}
         for number in self.seen.keys() - servers.keys():
             self._forget(number)
         for number, member in servers.items():
@@ -267,7 +284,7 @@ class ServerRegistry:
         if seen.build != health.build:
             seen.build = health.build
             self._compare(seen)
-        seen.silent_s, seen.is_lost, seen.promised = 0.0, False, 0
+        seen.silent_s, seen.is_lost, seen.promised, seen.sessions = 0.0, False, 0, health.clients
         seen.others = max(0, health.requests - seen.mine)
         if health.tokens:
             seen.room, seen.tokens, seen.longest = health.room, health.tokens, health.longest

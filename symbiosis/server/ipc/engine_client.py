@@ -65,7 +65,7 @@ class EngineClient(asyncio.Protocol):
         self._unread = bytearray()  # the beginning of a message
         self.at_pause = list[Callable[[], None]]()  # called once, when all outputs that lie there are handed out
         self._pulse, self.step_s, self.is_silent = Pulse(), 0.0, False
-        self.room = self.tokens = 0
+        self.room = self.tokens = self.sessions = 0
         self.ids = count(1)  # of requests and questions
         self.requests: dict[
             int, OpenRequest
@@ -167,8 +167,8 @@ class EngineClient(asyncio.Protocol):
                     answer = self._asked.get(number)
                     if answer is not None and not answer.done():
                         answer.set_result(told)
-                case EngineBeat(step_s, room, tokens):
-                    self.step_s, self.room, self.tokens = step_s, room, tokens
+                case EngineBeat(step_s, room, tokens, sessions):
+                    self.step_s, self.room, self.tokens, self.sessions = step_s, room, tokens, sessions
                 case Refused(id, error, status, param):
                     asked = self._over(id)
                     if asked is not None and asked.take is not None:

@@ -27,6 +27,7 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: tuple[str, ...] = ()
     log_format: str = "text"
     trains: bool = False  # whether Tinker's API is there, too
+    server: str | None = None  # its name among those of a cluster
     engine: int = 0  # the process that is to end if it hangs; 0: none
 
 
@@ -44,6 +45,7 @@ class EngineBeat(msgspec.Struct, tag=True, frozen=True):
     step_s: float = 0.0  # from the engine: for how long it has computed its present step
     room: int = 0  # ... how many more tokens its memory holds
     tokens: int = 0  # ... how many it holds when nothing else is in it
+    sessions: int = 0  # ... of those who train
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

@@ -37,7 +37,7 @@ from symbiosis.server.ipc.engine_ipc import (
     to_engine,
 )
 from symbiosis.server.ipc.tenant_threads import TenantThreads
-from symbiosis.server.tinker.tinker_messages import AnyAsked, TinkerRefusal
+from symbiosis.server.tinker.tinker_messages import AnyAsked, CountSessions, TinkerRefusal
 from symbiosis.serving.engine.engine_stats import EngineStats
 from symbiosis.serving.request import Output, Request
 
@@ -156,7 +156,8 @@ class EngineServer:
 
     def _beat(self) -> None:
         while not self._closing.wait(BEAT_S):
-            self._unsent.put(EngineBeat(self._engine.step_s, *self._engine.room))
+            sessions = self._training("", CountSessions()) if self._training is not None else 0
+            self._unsent.put(EngineBeat(self._engine.step_s, *self._engine.room, sessions))
             self.is_lost = self._pulse.seems_lost()
 
     def _submit(self, request: Request) -> None:

@@ -162,7 +162,7 @@ class ServeProcesses:
             adapters=str(folder) if (folder := folder_of(options)) else None, max_body_bytes=options.max_body_bytes,
             max_adapter_bytes=options.max_adapter_bytes, max_requests=options.max_requests,
             host=options.host, allowed_hosts=options.allowed_hosts, uploads=str(self._uploads), engine=os.getpid(), chat_template=chat_template(options),
-            log_format=options.log_format, trains=options.train, tool_parser=options.tool_parser,
+            log_format=options.log_format, trains=options.train, server=options.server_name, tool_parser=options.tool_parser,
         )  # fmt: skip
         with theirs:
             words = http_words(self._listener, theirs, front)
@@ -200,7 +200,7 @@ class ServeProcesses:
         from symbiosis.server.tinker.tinker_service import ORDER_WAIT_S, ROOM_WAIT_S, TrainingService, runs_folder
 
         options = self._options
-        state = runs_folder(checkpoints_of(options))
+        state = runs_folder(checkpoints_of(options), options.server_name)
         with training.Engine(
             endpoint, wait=options.wait_s, state=state, order_wait=ORDER_WAIT_S, room_wait=ROOM_WAIT_S
         ) as trainer:
@@ -209,7 +209,9 @@ class ServeProcesses:
                 if options.model != "demo" and path_of(str(options.model)) is None
                 else str(located(str(options.model)))
             )
-            self._training = TrainingService(engine, trainer, checkpoints_of(options), model_name(options), tokenizer)
+            self._training = TrainingService(
+                engine, trainer, checkpoints_of(options), model_name(options), tokenizer, options.server_name
+            )
             try:
                 yield
             finally:

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraSettings
     created: float
     user_metadata: dict[str, Any] | None = None
+    fingerprint: str = ""  # of the base
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,6 +54,11 @@ class StoredCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def path(self) -> str:
         return f"tinker://{self.run_id}/{self.id}"
+
+    @property
+    def adapter(self) -> str:
+        """The name by which engines know what it holds. Another one that is put in its place, be it by another server, has another name."""
+        return private_name(self.run.tenant, f"{self.path} {self.facts.time}")
 
     def told(self) -> dict[str, Any]:
         """Return what the API tells of it."""
@@ -189,7 +196,8 @@ class CheckpointStore:
         with self._lock:
             gone = found.folder.with_name(f".{found.folder.name}.gone")
             shutil.rmtree(gone, ignore_errors=True)
-            found.folder.rename(gone)
+            with suppress(FileNotFoundError):  # another server that shares the folder was quicker
+                found.folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def delete_expired(self) -> list[StoredCheckpoint]:
@@ -225,14 +233,6 @@ class CheckpointStore:
     def facts_of(self, run_id: str) -> RunFacts | None:
         """Return what is known of a run, whoever's it is."""
         return read_facts(self._of_run(run_id) / RUN_FACTS, RunFacts) if RUN.fullmatch(run_id) else None
-
-    def requests(self, run_id: str) -> Path:
-        """Return where the requests of a run are, while its session is there."""
-        return self._of_run(run_id) / "requests"
-
-    def with_requests(self) -> list[str]:
-        """Return the runs that may go on."""
-        return [each.parent.name.replace(".", ":") for each in self.folder.glob("*.train.*/requests")]
 
     def _of_run(self, run_id: str) -> Path:
         return self.folder / run_id.replace(":", ".")

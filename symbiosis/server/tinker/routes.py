@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp
 
-from symbiosis.server.api_app import json_response
+from symbiosis.server.api_app import URL_HEADER, json_response
 from symbiosis.server.api_errors import ApiError, wrong
 from symbiosis.server.api_keys import Tenant
 from symbiosis.server.openai_protocol import decoded
@@ -210,7 +210,7 @@ class Tinker:
     async def urls(self, front: ServingState, request: Request) -> ASGIApp:
         tenant = tenant_of(front, request)
         found = await front.remote.ask_training(Signed, tenant.name, m.CheckpointFiles(**_checkpoint(request)))
-        base = str(request.url).removesuffix("/external_weights_urls")
+        base = _asked_at(front, request).removesuffix("/external_weights_urls")
         urls = {
             name: f"{base}/files/{quote(name)}?{urlencode({'expires': found.at, 'signature': signature})}"
             for name, signature in found.names.items()
@@ -314,6 +314,11 @@ def _check_sdk(version: str) -> None:
 def _checkpoint(request: Request) -> dict[str, Any]:
     found = request.path_params
     return {"run_id": found["run"], "checkpoint_id": f"{found['kind']}/{found['name']}"}
+
+
+def _asked_at(front: ServingState, request: Request) -> str:
+    """Return the address that the client has asked; a front end of a cluster tells its own."""
+    return (front.options.server and request.headers.get(URL_HEADER)) or str(request.url)
 
 
 def _page(request: Request, most: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import hmac
 import os
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,7 @@ class RunListing:
         self, checkpoints: CheckpointStore, sessions: TinkerSessions, runs: TenantRuns, samplers: Samplers, secret: Path
     ) -> None:
         self._checkpoints, self._sessions, self._runs, self._samplers = checkpoints, sessions, runs, samplers
-        if not secret.exists() or secret.stat().st_size != SECRET_BYTES:  # a process was killed as it wrote it
-            secret.unlink(missing_ok=True)
-            with os.fdopen(create_secret(secret), "wb") as file:
-                file.write(secrets.token_bytes(SECRET_BYTES))
-        self._secret = secret.read_bytes()
+        self._secret = _secret_in(secret)
 
     def weights(self, tenant: str, asked: m.WeightsInfo) -> Any:
         run = self._checkpoints.find(asked.tinker_path, tenant).run
@@ -118,6 +115,20 @@ class RunListing:
 
     def _signature(self, path: str, name: str, expires: int) -> str:
         return hmac.new(self._secret, f"{path} {name} {expires}".encode(), "sha256").hexdigest()
+
+
+def _secret_in(file: Path) -> bytes:
+    """Return what is in a file, which is made if it is not there. Servers that begin at once have the same one."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        own = file.with_name(f".{file.name}.{os.getpid()}")
+        own.unlink(missing_ok=True)
+        with os.fdopen(create_secret(own), "wb") as made:
+            made.write(secrets.token_bytes(SECRET_BYTES))
+        with suppress(FileExistsError):
+            file.hardlink_to(own)
+        own.unlink()
+    return file.read_bytes()
 
 
 def _cursor(asked: m.ListRuns | m.ListCheckpoints, total: int) -> dict[str, int]:

@@ -130,7 +130,7 @@ class Samplers:
             raise TinkerRefusal(f"there is no base model {name[:200]!r}: this server has {self._model!r}", 404)
 
     def forget_checkpoint(self, gone: StoredCheckpoint) -> None:
-        self.remove(private_name(gone.run.tenant, gone.path))
+        self.remove(gone.adapter)
 
     def forget_session(self, session: TinkerSession) -> None:
         for id in self.of_session(session):
@@ -181,7 +181,11 @@ class Samplers:
             self.remove(self._name(sampler))
 
     def _load_checkpoint(self, found: StoredCheckpoint) -> str:
-        return self._load(private_name(found.run.tenant, found.path), found.folder)
+        if found.run.base_model != self._model:
+            raise TinkerRefusal(
+                f"{found.path} is of the base {found.run.base_model!r}: this server has {self._model!r}"
+            )
+        return self._load(found.adapter, found.folder)
 
     def _load(self, adapter: str, folder: Path) -> str:
         """Have the engine serve an adapter of a folder as it was trained, and return its name."""

@@ -1,7 +1,6 @@
 """Samples for Tinker's SDK: each request is a completion like any other, whose tokens wait here until they are fetched."""
 
 import asyncio
-import secrets
 from collections import Counter
 from typing import Any
 
@@ -13,6 +12,7 @@ from symbiosis.server.api_errors import ApiError, busy, failed, wrong
 from symbiosis.server.api_keys import Tenant
 from symbiosis.server.openai_protocol import CompletionBody
 from symbiosis.server.request_record import begin
+from symbiosis.server.server_marks import new_session_id
 from symbiosis.server.serving_state import ServingState
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker import wire
@@ -97,7 +97,11 @@ class Samples:
         self._check(ask)
         adapter = await self._adapter(tenant, ask)
         numbered = ask.sampling_session_id is not None and ask.seq_id is not None
-        id = f"{ask.sampling_session_id}/sample-{ask.seq_id}" if numbered else f"sample-{secrets.token_hex(8)}"
+        id = (
+            f"{ask.sampling_session_id}/sample-{ask.seq_id}"
+            if numbered
+            else f"sample-{new_session_id(self._front.options.server)}"
+        )
         key = tenant.name, id
         if key not in self._tasks:
             body = ask.completion(adapter or self._front.options.model)

@@ -32,6 +32,7 @@ logger = logging.getLogger("symbiosis")
 
 RUNS = 1024  # of one tenant, at a time
 LOOK_S = 0.2  # between two tries to make a run
+REQUESTS = ".requests"  # within the folder of a session, by run
 RUN_BYTES = 1 << 16  # that a run takes on the disk when it begins, or more
 WAITING_BYTES = 256 << 20  # of one tenant's requests that are not done: their data are in memory
 
@@ -68,9 +69,10 @@ class TenantRuns:
 
     def __init__(
         self, trainer: Trainer, config: Any, checkpoints: CheckpointStore, sessions: TinkerSessions, samplers: Samplers, model: str,
-        shares: DiskShares,
+        shares: DiskShares, fingerprint: str,
     ) -> None:  # fmt: skip
         self._trainer, self._config, self._model, self._shares = trainer, config, model, shares
+        self._fingerprint = fingerprint
         self._checkpoints, self._sessions, self._samplers = checkpoints, sessions, samplers
         self._runs: dict[str, TenantRun] = {}
         self._counters = TrainingCounters()
@@ -130,7 +132,8 @@ class TenantRuns:
             raise TinkerRefusal("create_model needs a lora_config: this server trains adapters, and no base")
         lora_config(asked.lora_config, self._config)
         facts = RunFacts(
-            tenant=tenant, base_model=self._model, lora=asked.lora_config, created=time.time(), user_metadata=asked.user_metadata
+            tenant=tenant, base_model=self._model, lora=asked.lora_config, created=time.time(), user_metadata=asked.user_metadata,
+            fingerprint=self._fingerprint,
         )  # fmt: skip
         return self._begin(tenant, asked.session_id, asked.model_seq_id, facts, asked)
 
@@ -145,7 +148,8 @@ class TenantRuns:
         if asked.base_model is not None:
             self._samplers.check_base(asked.base_model)
         facts = RunFacts(
-            tenant=tenant, base_model=self._model, lora=found.run.lora, created=time.time(), user_metadata=asked.user_metadata
+            tenant=tenant, base_model=self._model, lora=found.run.lora, created=time.time(), user_metadata=asked.user_metadata,
+            fingerprint=self._fingerprint,
         )  # fmt: skip
         return self._begin(tenant, asked.session_id, asked.model_seq_id, facts, asked)
 
@@ -165,7 +169,8 @@ class TenantRuns:
                 return promise
             if sum(each.tenant == tenant for each in self._runs.values()) >= RUNS:
                 raise TinkerRefusal(f"this key has {RUNS} runs: finish some of its sessions", 429)
-            run = self._runs[id] = TenantRun(id, tenant, facts, RequestFolder(self._checkpoints.requests(id)))
+            requests = RequestFolder(session.folder / f"{number}{REQUESTS}")
+            run = self._runs[id] = TenantRun(id, tenant, facts, requests)
         self._checkpoints.begin_run(id, facts)
         run.requests.put(0, asked)
         self._makers.submit(tenant, partial(self._make, run, False))
@@ -174,14 +179,15 @@ class TenantRuns:
     def _go_on(self) -> None:
         """Take up what an earlier process had. What it had begun and nobody can ask for any more is removed."""
         there = set(self._trainer.names)
-        for id in self._checkpoints.with_requests():
-            session, facts = self._sessions.get(id.partition(":")[0]), self._checkpoints.facts_of(id)
-            requests = RequestFolder(self._checkpoints.requests(id))
-            if session is None or facts is None or requests.get(0) is None:
-                requests.remove()
-                continue
-            run = self._runs[id] = TenantRun(id, facts.tenant, facts, requests)
-            self._makers.submit(run.tenant, partial(self._make, run, id in there))
+        for session in self._sessions:
+            for folder in session.folder.glob(f"*{REQUESTS}"):
+                id, requests = f"{session.id}:train:{folder.name.removesuffix(REQUESTS)}", RequestFolder(folder)
+                facts = self._checkpoints.facts_of(id)
+                if facts is None or requests.get(0) is None:
+                    requests.remove()
+                    continue
+                run = self._runs[id] = TenantRun(id, facts.tenant, facts, requests)
+                self._makers.submit(run.tenant, partial(self._make, run, id in there))
         for id in there - self._runs.keys():
             self._makers.submit("", partial(self._remove, id))
 
@@ -200,6 +206,10 @@ class TenantRuns:
         asked = run.requests.get(0)
         body = {"type": "create_model", "model_id": run.id}
         try:
+            if run.facts.fingerprint not in ("", self._fingerprint):
+                raise TinkerRefusal(
+                    "this run began on another base than the server has now: begin one from a checkpoint"
+                )
             if not self._trainer.has_room(run.tenant):
                 raise Busy("its tenant has its part of what may wait")
             if isinstance(asked, m.LoadWeights):
@@ -412,6 +422,10 @@ class TenantRuns:
 
     def _found(self, tenant: str, asked: m.LoadWeights) -> StoredCheckpoint:
         found = self._checkpoints.find(asked.path, tenant)
+        if found.run.base_model != self._model and asked.base_model is None:
+            raise TinkerRefusal(
+                f"{asked.path} is of the base {found.run.base_model!r}: name base_model={self._model!r} to begin with it on this one"
+            )
         if asked.optimizer and not found.id.startswith("weights/"):
             raise TinkerRefusal(f"{asked.path} has no optimizer's state: save_state keeps it")
         return found

@@ -46,6 +46,9 @@ class AdamSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class CreateSession(Asked):
+    """`session_id`: that of a session which has begun at another server."""
+
+    session_id: str | None = None
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
@@ -246,10 +249,14 @@ class GetTotals(Asked):
     """By tenant, for Prometheus."""
 
 
+class CountSessions(Asked):
+    """Of all tenants."""
+
+
 AnyAsked = (
     CreateSession | Heartbeat | FinishSession | CreateModel | LoadWeights | Pass | RefusedRequest | OptimStep | SaveWeights | SaveForSampler
     | GetInfo | WeightsInfo | CreateSampler | GetSampler | Resolve | Retrieve | ListRuns | GetRun | ListCheckpoints | ChangeCheckpoint
-    | DeleteCheckpoint | CheckpointFiles | SignedFile | ListSessions | GetSession | GetFigures | GetTotals
+    | DeleteCheckpoint | CheckpointFiles | SignedFile | ListSessions | GetSession | GetFigures | GetTotals | CountSessions
 )  # fmt: skip
 
 

@@ -19,7 +19,13 @@ from symbiosis.training import Engine as Trainer
 LOOK_EVERY_S = 5.0
 ROOM_WAIT_S = 0.0  # a key that has its part of what may wait is told at once: no thread waits for it
 ORDER_WAIT_S = 600.0  # a request waits so long for one before it: the SDK tries to send it for 300 s
-STATE, RUNS, SESSIONS, SECRET = "state", "runs", "sessions", "secret"  # within the folder of checkpoints
+STATE, SERVERS, RUNS, SESSIONS, SECRET = (
+    "state",
+    "servers",
+    "runs",
+    "sessions",
+    "secret",
+)  # within the folder of checkpoints
 
 
 class TrainingService:
@@ -27,21 +33,26 @@ class TrainingService:
 
     Args:
         engine: It samples.
-        trainer: It trains, on the same base; with `state=runs_folder(folder)` a server that is started again goes on.
+        trainer: It trains, on the same base; with `state=runs_folder(folder, server)` a server that is started again goes on.
         folder: Of checkpoints, and of what else outlives the server.
         model: The base, by the name that clients ask for.
         tokenizer: Where clients load its tokenizer from.
+        server: The name of this server among those that share the folder. Its sessions and runs are its own.
     """
 
-    def __init__(self, engine: Engine, trainer: Trainer, folder: Path, model: str, tokenizer: str) -> None:
+    def __init__(
+        self, engine: Engine, trainer: Trainer, folder: Path, model: str, tokenizer: str, server: str | None = None
+    ) -> None:
         self._engine, self._model, self._tokenizer = engine, model, tokenizer
-        state = folder / STATE
+        self._state = state_folder(folder, server)
         self.checkpoints = CheckpointStore(folder)
-        self._sessions = TinkerSessions(state / SESSIONS, self._forget)
+        self._sessions = TinkerSessions(self._state / SESSIONS, self._forget, server)
         self._samplers = Samplers(engine, self.checkpoints, self._sessions, model)
         shares = DiskShares(self._folders_of, partial(free_at, folder))
-        self.runs = TenantRuns(trainer, engine.config, self.checkpoints, self._sessions, self._samplers, model, shares)
-        listing = RunListing(self.checkpoints, self._sessions, self.runs, self._samplers, state / SECRET)
+        self.runs = TenantRuns(
+            trainer, engine.config, self.checkpoints, self._sessions, self._samplers, model, shares, engine.fingerprint
+        )
+        listing = RunListing(self.checkpoints, self._sessions, self.runs, self._samplers, folder / STATE / SECRET)
         self._closing = threading.Event()
         sessions, runs, samplers = self._sessions, self.runs, self._samplers
         self._handlers: dict[type, Callable[[str, Any], Any]] = {
@@ -52,6 +63,7 @@ class TrainingService:
             m.WeightsInfo: listing.weights, m.ListRuns: listing.runs, m.GetRun: listing.run, m.GetSession: listing.session,
             m.ListCheckpoints: listing.checkpoints, m.ChangeCheckpoint: listing.change, m.DeleteCheckpoint: listing.delete,
             m.CheckpointFiles: listing.files, m.SignedFile: listing.signed_file, m.GetFigures: runs.figures, m.GetTotals: runs.totals,
+            m.CountSessions: lambda tenant, asked: len(sessions),
         }  # fmt: skip
         self._watcher = threading.Thread(target=self._watch, name="tinker-watch", daemon=True)
         self._watcher.start()
@@ -75,7 +87,7 @@ class TrainingService:
     def _folders_of(self, tenant: str) -> list[Path]:
         """Return what a tenant has on the disk: its runs, what the trainer keeps of those, and its sessions."""
         runs = self.checkpoints.folders(tenant)
-        kept = [runs_folder(self.checkpoints.folder) / each.id for each in self.runs if each.tenant == tenant]
+        kept = [self._state / RUNS / each.id for each in self.runs if each.tenant == tenant]
         return [*runs, *kept, *(each.folder for each in self._sessions if each.tenant == tenant)]
 
     def _forget(self, session: TinkerSession, why: str) -> None:
@@ -96,6 +108,15 @@ class TrainingService:
         }  # fmt: skip
 
 
-def runs_folder(folder: Path) -> Path:
+def state_folder(folder: Path, server: str | None = None) -> Path:
+    """Return where a server keeps what goes on when it is started again.
+
+    >>> state_folder(Path("checkpoints"), "demo-server-1")
+    PosixPath('checkpoints/servers/demo-server-1')
+    """
+    return folder / STATE if server is None else folder / SERVERS / server
+
+
+def runs_folder(folder: Path, server: str | None = None) -> Path:
     """Return where the trainer keeps its runs."""
-    return folder / STATE / RUNS
+    return state_folder(folder, server) / RUNS

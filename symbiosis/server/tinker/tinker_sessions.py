@@ -1,7 +1,6 @@
 """Sessions of Tinker's clients. Each has a folder, which outlives the process: what belongs to a session is there as long as it is."""
 
 import logging
-import secrets
 import shutil
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from symbiosis.server.server_marks import ID, mark_in, mark_of, new_session_id
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import read_facts, write_facts
 from symbiosis.server.tinker.tinker_messages import TinkerRefusal
@@ -51,10 +51,13 @@ class TinkerSessions:
     Args:
         folder: In which each has a folder.
         when_over: Called with a session that has ended, before its folder goes, and with the reason.
+        server: The name of this server among those that share checkpoints.
     """
 
-    def __init__(self, folder: Path, when_over: Callable[[TinkerSession, str], object]) -> None:
-        self.folder, self._when_over = folder, when_over
+    def __init__(
+        self, folder: Path, when_over: Callable[[TinkerSession, str], object], server: str | None = None
+    ) -> None:
+        self.folder, self._when_over, self._server = folder, when_over, server
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._sessions: dict[str, TinkerSession] = {}
@@ -68,20 +71,33 @@ class TinkerSessions:
     def __iter__(self) -> Any:
         return iter(list(self._sessions.values()))
 
+    def __len__(self) -> int:
+        return len(self._sessions)
+
     def get(self, id: str) -> TinkerSession | None:
         return self._sessions.get(id)
 
     def create(self, tenant: str, asked: m.CreateSession) -> Any:
         with self._lock:
+            if asked.session_id is not None and self._is_there(tenant, asked.session_id):
+                return {"type": "create_session", "session_id": asked.session_id, "warning_message": WARNING}
             if sum(each.tenant == tenant for each in self._sessions.values()) >= SESSIONS:
                 raise TinkerRefusal(f"this key has {SESSIONS} sessions: finish some", 429)
-            id = secrets.token_hex(16)
+            id = asked.session_id or new_session_id(self._server)
             folder = self.folder / id
             folder.mkdir(mode=0o700)
             facts = SessionFacts(tenant=tenant, created=time.time(), settings=asked)
             write_facts(folder / FACTS, facts)
             self._sessions[id] = TinkerSession(id, facts, folder, time.monotonic())
         return {"type": "create_session", "session_id": id, "warning_message": WARNING}
+
+    def _is_there(self, tenant: str, id: str) -> bool:
+        """Whether a session of this id that somebody has chosen has begun. Raises `TinkerRefusal` if it cannot be theirs."""
+        if self._server is None or not ID.fullmatch(id) or mark_in(id) != mark_of(self._server):
+            raise TinkerRefusal("session_id is what this server says: leave it out")
+        if (known := self._sessions.get(id)) is not None and known.tenant != tenant:
+            raise TinkerRefusal(f"there is a session {id} already", 409)
+        return known is not None
 
     def heartbeat(self, tenant: str, asked: m.Heartbeat) -> Any:
         self.of(tenant, asked.session_id)

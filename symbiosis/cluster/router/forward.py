@@ -1,0 +1,113 @@
+"""A request whose answer is handed on as it comes: by the one server that holds what it is about, or by one that has room. No other goes on with it."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from starlette.types import Receive, Scope, Send
+
+from symbiosis.cluster.placement import RoutingRequest, State
+from symbiosis.cluster.router.relay import KEPT, PATIENCE_S, no_room
+from symbiosis.cluster.router.server_registry import InFlight, Seen, ServerRegistry
+from symbiosis.cluster.router.upstream import Lost, Upstream
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.bodies import until_hung_up
+from symbiosis.server.sse import SseWriter
+
+logger = logging.getLogger("symbiosis")
+
+AWAY = "the server that has this does not answer now: ask again, it is being started"
+STREAMS = (b"text/event-stream", b"application/octet-stream")  # which are handed on piece by piece
+TAIL = 1 << 16  # bytes
+
+
+class ForwardedRequest(NamedTuple):
+    """What a server is asked."""
+
+    method: str
+    target: str  # path and query
+    headers: dict[str, str]
+    body: bytes
+
+
+class Forward:
+    """The answer of a server to a request.
+
+    Args:
+        seen: The server; None: whichever has room for the wish.
+        done: Called at the end with the last bytes of the answer.
+    """
+
+    def __init__(
+        self,
+        view: ServerRegistry,
+        seen: Seen | None,
+        sent: ForwardedRequest,
+        wish: RoutingRequest,
+        done: Callable[[bytes], object],
+    ) -> None:
+        self._view, self._seen, self._sent, self._done = view, seen, sent, done
+        self._flight = InFlight(wish, self._move)
+        self._answer: Upstream | None = None
+        self._tail = b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answering = asyncio.create_task(self._run(SseWriter(send, scope), scope))
+        left = asyncio.create_task(until_hung_up(receive))
+        try:
+            await asyncio.wait({answering, left}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            left.cancel()
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+            self._done(self._tail)
+
+    def _move(self, why: str) -> None:
+        """The server is gone; or it is to take nothing new, and finishes this."""
+        if self._answer is not None and why == "lost":
+            self._answer.lose(why)
+
+    async def _run(self, writer: SseWriter, scope: Scope) -> None:
+        await self._place()
+        try:
+            await self._hand_on(writer, self._view.member(self._flight.server).url)
+        except Lost as lost:
+            logger.info("server %d does not answer a request: %s", self._flight.server, lost)
+            if not writer.has_begun:
+                raise ApiError(503, AWAY, retry_s=1.0, reason="no_server") from None
+            scope["state"]["connection"].transport.abort()  # its reader sees that it is not whole
+        finally:
+            if self._answer is not None:
+                self._answer.lose("nobody reads it")
+            self._view.leave(self._flight)
+
+    async def _place(self) -> None:
+        if self._seen is None:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._view.place(self._flight)
+            except TimeoutError:
+                raise no_room() from None
+        elif self._seen.state is State.READY:
+            self._view.enter(self._flight, self._seen)
+        else:
+            raise ApiError(503, AWAY, retry_s=1.0, reason="no_server")
+
+    async def _hand_on(self, writer: SseWriter, url: str) -> None:
+        sent = self._sent
+        answer = self._answer = await Upstream.ask(url, sent.method, sent.target, sent.headers, sent.body)
+        await answer.head()
+        headers = [(name, value) for name, value in answer.headers.items() if name in KEPT]
+        if answer.headers.get(b"content-type", b"").partition(b";")[0] not in STREAMS:
+            self._tail = await answer.whole()  # before anything is said
+            await writer.start(headers, answer.status)
+            await writer.take([self._tail], more=False)
+            return
+        await writer.start(headers, answer.status)
+        while piece := await answer.piece():
+            self._tail = (self._tail + piece)[-TAIL:]
+            await writer.take([piece])
+        await writer.take([], more=False)
