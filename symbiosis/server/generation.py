@@ -111,7 +111,7 @@ class Generation:
             self.most_tokens += request.sampling.max_tokens * len(under_way)
         self._record.choices, self._record.prompt_tokens = max(1, self.completions), self.prompt_tokens
         self.requests = [request for request in requests if request.id in self._open]
-        self.prompt_logprobs = sum(_prompt_logprobs(each) for each in self.requests if each.prompt_logprobs)
+        self.prompt_logprobs = sum(_prompt_logprobs(each) for each in self.requests)
 
     def begin(self) -> None:
         """Begin all requests, or none."""
@@ -230,7 +230,7 @@ def _logprobs(tokens: Sequence[Token]) -> int:
 
 def _prompt_logprobs(request: Request) -> int:
     """Return how many log probabilities of its prompt a request is told. Who goes on with completions elsewhere was told them there."""
-    others = request.sampling.logprobs
+    others = request.prompt_logprobs
     if others is None or all(map(request.chosen_of, request.under_way)):
         return 0
     return len(request.prompt) * (1 + max(0, others))

@@ -31,6 +31,8 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_preemptions": ("Sequences that gave up their memory to others, and were computed again.", lambda f: f.evictions),
     "prefix_cache_queries": ("Tokens of prompts for which computed ones were looked for.", lambda f: f.prefix_tokens),
     "prefix_cache_hits": ("... and found.", lambda f: f.prefix_hits),
+    "spec_decode_num_draft_tokens": ("Draft tokens.", lambda f: f.drafted_tokens),
+    "spec_decode_num_accepted_tokens": ("... that were chosen.", lambda f: f.accepted_tokens),
     "steps": ("Forward passes.", lambda f: f.steps),
     "adapter_loads": ("Adapters that were copied into the memory.", lambda f: f.adapter_fetches),
     "adapter_evictions": ("Adapters that made room for others.", lambda f: f.adapter_evictions),

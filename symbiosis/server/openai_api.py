@@ -113,9 +113,8 @@ def _completion(
     most = front.tokens_for(prompts, body.max_tokens, 16, "max_tokens")
     guide = body.follows[1] if body.follows else None
     sampling = openai_protocol.sampling_of(body, most, body.logprobs, guide, front.prompts.sequences(body.bad_words))
-    # without a token to make, only the prompt is computed
-    scored = bool(body.echo) and (body.logprobs is not None or most == 0)
-    generation = front.generation(admission, body, prompts, sampling, body.max_tokens is None, scored, adapter)
+    tops = _prompt_tops(body, most)
+    generation = front.generation(admission, body, prompts, sampling, body.max_tokens is None, tops, adapter)
     echoes = []
     if body.echo:  # a text as it was given: its tokens may begin with one that the tokenizer has put there
         both = zip(given, prompts, strict=True)
@@ -123,10 +122,18 @@ def _completion(
     skips = body.skip_special_tokens is not False
     before, has_logprobs = body.continuation, body.logprobs is not None
     words = CompletionWords(body.model, front.tokenizer, has_logprobs, echoes, prompts, body.n, skips, before=before)
-    words.tells_tokens = bool(body.return_token_ids)
+    words.ask(body)
     if before is not None and before.tokens:
         words.go_on(before)
     return words, generation
+
+
+def _prompt_tops(body: openai_protocol.CompletionBody, most: int) -> int | None:
+    """Return with how many others the log probabilities of a prompt's tokens are told; None: with none, and neither are they. Without a token to make,
+    only the prompt is computed."""
+    echoed = body.logprobs or 0 if body.echo and (body.logprobs is not None or most == 0) else None
+    asked = [each for each in (body.prompt_logprobs, echoed) if each is not None]
+    return max(asked, default=None)
 
 
 async def chat(front: ServingState, request: Request) -> ASGIApp:
@@ -167,14 +174,17 @@ def _chat(
     sampling = openai_protocol.sampling_of(body, most, tops, guide, front.prompts.sequences(body.bad_words))
     echo = content_of(body.messages[-1]) if body.echo else ""
     words = ChatWords(body.model, front.tokenizer, bool(body.logprobs), echo, before=body.continuation)
-    words.tells_tokens = bool(body.return_token_ids)
+    words.ask(body)
+    words.prompt = prompts[0]
     if words.tells_tokens:
         words.of_whole = b',"prompt_token_ids":%b' % msgspec.json.encode(prompts[0])
     if use is not None:
         parser = PARSERS[call_format(use, front.tool_format)]
         words.read_calls(partial(parser, use.most), is_chosen=use.name is not None)
     special = use is not None and parser.needs_special
-    generation = front.generation(admission, body, prompts, sampling, body.wanted is None, False, adapter, special)
+    generation = front.generation(
+        admission, body, prompts, sampling, body.wanted is None, body.prompt_logprobs, adapter, special
+    )
     words.go_on(generation.told_before)
     return words, generation
 
@@ -193,7 +203,7 @@ def _reply(
     front: ServingState, admission: Admission, body: openai_protocol.Body, words: Words, generation: Generation
 ) -> ASGIApp:
     """Begin a generation, and return the answer, which ends it and what it was admitted with."""
-    if words.logprobs:
+    if words.logprobs or words.prompt_tops is not None:
         front.hold(generation, admission)
     admission.reserve(generation.prompt_tokens + generation.completion_tokens + generation.most_tokens)
     generation.begin()

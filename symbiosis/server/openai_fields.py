@@ -29,6 +29,11 @@ DEFAULTS: dict[str, tuple[tuple[Any, ...], str]] = {  # refused, but for values 
     "moderation": ((), "nothing is moderated here"),
     "web_search_options": ((), "the model searches nothing"),
     "include_obfuscation": ((False,), "events are not obfuscated"),
+    "use_beam_search": (
+        (False,),
+        "texts are drawn token by token: ask for n of them with logprobs, and choose yourself",
+    ),
+    "length_penalty": ((1.0,), "it is for beam search, which there is not"),
 }
 OF_RESPONSES: dict[str, tuple[tuple[Any, ...], str]] = {  # of /v1/responses, besides; in the same way
     "background": ((False,), "an answer comes to who has asked for it"),

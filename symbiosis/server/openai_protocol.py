@@ -84,6 +84,10 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: list[Whole] | None = None
     bad_words: list[str] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Whole | None = None
+    logprob_token_ids: list[Whole] | None = None
+    priority: Whole | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -106,6 +110,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: msgspec.Raw = msgspec.Raw()
     prompt_cache_options: msgspec.Raw = msgspec.Raw()
     prompt_cache_retention: msgspec.Raw = msgspec.Raw()
+    use_beam_search: msgspec.Raw = msgspec.Raw()
+    length_penalty: msgspec.Raw = msgspec.Raw()
 
     @property
     def follows(self) -> tuple[str, Guide] | None:
@@ -184,6 +190,7 @@ MOST = {  # what fields hold at most: it is counted before anything is made of t
     "stop": Most(COUNTS["stop"], 1, COUNTS["stop"], SHORT),
     "allowed_token_ids": Most(COUNTS["allowed_tokens"], 1, COUNTS["allowed_tokens"], SHORT),
     "bad_words": Most(COUNTS["bad_words"], 1, COUNTS["bad_words"], SHORT),
+    "logprob_token_ids": Most(COUNTS["logprob_tokens"], 1, COUNTS["logprob_tokens"], SHORT),
     "tokens": Most(1, 1, MOST_VALUES),
     "stop_token_ids": Most(COUNTS["stop_tokens"], 1, COUNTS["stop_tokens"], SHORT),
     "logit_bias": Most(COUNTS["logit_bias"], 1, COUNTS["logit_bias"], SHORT),
@@ -266,6 +273,7 @@ AS_ASKED = {
     "stop_tokens": "stop_token_ids",
     "allowed_tokens": "allowed_token_ids",
     "bad_sequences": "bad_words",
+    "logprob_tokens": "logprob_token_ids",
     "chosen": "continuation",
     "ended": "continuation",
     "id": "continuation",
@@ -299,6 +307,8 @@ def check(body: Body) -> None:
         _check_stream(body, body.stream_options)
     if body.continuation is not None and not (body.stream and body.seed is not None):
         raise wrong("a continuation goes with stream=true and a seed", "continuation")
+    if body.prompt_logprobs is not None and body.stream:
+        raise wrong("prompt_logprobs come with a whole answer: leave stream out", "prompt_logprobs")
     if isinstance(body, ChatBody):
         _check_chat(body)
     elif isinstance(body, CompletionBody) and body.best_of is not None and body.best_of != body.n:
@@ -328,6 +338,8 @@ def _check_counts(body: Body) -> None:
         check_count("allowed_tokens", len(body.allowed_token_ids))
         if not body.allowed_token_ids:
             raise Unfit("allowed_tokens", "is empty, and no token could come: leave it out to allow all")
+    if body.logprob_token_ids:
+        check_count("logprob_tokens", len(body.logprob_token_ids))
     if body.bad_words:
         check_count("bad_words", len(body.bad_words))
         for word in body.bad_words:
@@ -392,6 +404,8 @@ def sampling_of(
         told["allowed_tokens"] = tuple(dict.fromkeys(body.allowed_token_ids))
     if body.stop_token_ids:
         told["stop_tokens"] = tuple(dict.fromkeys(body.stop_token_ids))
+    if body.logprob_token_ids:
+        told["logprob_tokens"] = tuple(dict.fromkeys(body.logprob_token_ids))
     told.setdefault("seed", secrets.randbits(63))
     guided = {} if guide is None else {guide.kind: guide.text}
     return Sampling(**{**told, **guided, "bad_sequences": bad, "max_tokens": max_tokens, "logprobs": logprobs})

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from symbiosis.server.generation import Delta, Generation
-from symbiosis.server.openai_protocol import Continuation
+from symbiosis.server.openai_protocol import Body, Continuation
 from symbiosis.server.request_record import this_request
 from symbiosis.server.tool_parsers import CallPart, ToolParser
 from symbiosis.serving.engine.detokenize import bytes_of, special_tokens, text_of
@@ -30,12 +30,16 @@ class Words:
 
     kind, chunk_kind, prefix = "", "", ""
     tells_tokens = False  # by number, beside their text
+    names_tokens = False  # shows them by number, instead of by their text
+    shows_chosen = False  # among those that were asked for
     of_whole = b""  # fields of the whole answer, and of the events with which a stream begins
 
     model: str
     tokenizer: Any
     logprobs: bool
     before: Continuation | None = field(default=None, kw_only=True)  # what another server has told of it
+    # with the most likely how many others the log probabilities of a prompt's tokens are told
+    prompt_tops: int | None = field(default=None, init=False, kw_only=True)
 
     def head(self, kind: str) -> bytes:
         """Return how an answer begins, or each of its chunks.
@@ -54,11 +58,34 @@ class Words:
         """With what each choice of a stream begins."""
         return None
 
+    def ask(self, body: Body) -> None:
+        """Note what an answer tells besides its text."""
+        self.tells_tokens, self.names_tokens = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
+        self.prompt_tops, self.shows_chosen = body.prompt_logprobs, bool(body.logprob_token_ids)
+
     def choice(self, delta: Delta) -> Fields:
         raise NotImplementedError
 
     def part(self, delta: Delta) -> Fields:
         raise NotImplementedError
+
+    def name(self, token: int) -> str:
+        """Return how a token is shown beside its log probability."""
+        return f"token_id:{token}" if self.names_tokens else text_of(self.tokenizer, token)
+
+    def _told_prompt(self, prompt: Sequence[int], delta: Delta) -> list[dict[int, Fields] | None]:
+        """Return the log probabilities of a prompt's tokens, as vLLM tells them: the first token has none, because nothing comes before it."""
+        return [self._at_place(token) for token in told_prompt(prompt, delta)]
+
+    def _at_place(self, token: Token) -> dict[int, Fields] | None:
+        if token.logprob is None:
+            return None
+        ranked = [(id, logprob, rank) for rank, (id, logprob) in enumerate(token.top[: self.prompt_tops], 1)]
+        tokens = {id: (logprob, rank) for id, logprob, rank in [(token.id, token.logprob, token.rank), *ranked]}
+        return {
+            id: {"logprob": finite(logprob), "rank": rank, "decoded_token": self.name(id)}
+            for id, (logprob, rank) in tokens.items()
+        }
 
 
 @dataclass(eq=False)
@@ -68,6 +95,7 @@ class ChatWords(Words):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     echo: str = ""  # what the answer continues
+    prompt: Sequence[int] = ()
     _new_parser: Callable[[], ToolParser] | None = field(default=None, init=False)
     _parsers: dict[int, ToolParser] = field(default_factory=dict, init=False)  # by choice
     _is_chosen: bool = field(default=False, init=False)  # whether the client has said which tool is called
@@ -90,6 +118,8 @@ class ChatWords(Words):
     def choice(self, delta: Delta) -> Fields:
         text, calls = self.read(delta)
         text = self.echo + text
+        if self.prompt_tops is not None and not delta.choice:
+            self.of_whole += b',"prompt_logprobs":%b' % msgspec.json.encode(self._told_prompt(self.prompt, delta))
         message: Fields = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": joined_calls(calls)}
@@ -139,11 +169,14 @@ class ChatWords(Words):
 
     def _shown(self, token: Token) -> Fields:
         top = [self._one(id, logprob) for id, logprob in token.top]
-        return {**self._one(token.id, token.logprob), "top_logprobs": top}
+        one = self._one(token.id, token.logprob)
+        if self.shows_chosen and all(id != token.id for id, _ in token.top):
+            top = [one, *top]
+        return {**one, "top_logprobs": top}
 
     def _one(self, id: int, logprob: float | None) -> Fields:
         told = list(bytes_of(self.tokenizer, id))
-        return {"token": text_of(self.tokenizer, id), "logprob": finite(logprob), "bytes": told}
+        return {"token": self.name(id), "logprob": finite(logprob), "bytes": told}
 
 
 def call_id(of: str) -> str:
@@ -224,7 +257,10 @@ class CompletionWords(Words):
                     self._places_in(index, tokens)
 
     def choice(self, delta: Delta) -> Fields:
-        return self.part(delta)
+        told = self.part(delta)
+        if self.prompt_tops is not None:
+            told["prompt_logprobs"] = self._told_prompt(self.prompts[delta.choice // self.completions], delta)
+        return told
 
     def part(self, delta: Delta) -> Fields:
         index, text = delta.choice, delta.text
@@ -255,13 +291,12 @@ class CompletionWords(Words):
         """Return the log probabilities of the prompt's tokens. The first token has none, because nothing comes before it."""
         number = delta.choice // self.completions
         if number not in self._shown_prompts:
-            told = _tokens.decode(delta.prompt_logprobs) if delta.prompt_logprobs else ()
-            prompt = self.prompts[number]
-            missing = [Token(id) for id in prompt[: len(prompt) - len(told)]]
-            places = Places(0)
+            prompt, places = self.prompts[number], Places(0)
             starts = [places.of(bytes_of(self.tokenizer, id)) for id in prompt]
             unseen = places.end() - len(self.echoes[number])  # characters of what the tokenizer has put in front
-            self._shown_prompts[number] = self._shown([*missing, *told], [max(0, start - unseen) for start in starts])
+            self._shown_prompts[number] = self._shown(
+                told_prompt(prompt, delta), [max(0, start - unseen) for start in starts]
+            )
         return self._shown_prompts[number]
 
     def _places_in(self, index: int, tokens: Sequence[int]) -> list[int]:
@@ -274,7 +309,7 @@ class CompletionWords(Words):
 
     def _shown(self, tokens: list[Token], places: list[int]) -> Fields:
         return {
-            "tokens": [text_of(self.tokenizer, token.id) for token in tokens],
+            "tokens": [self.name(token.id) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": places,
@@ -284,7 +319,13 @@ class CompletionWords(Words):
         if token.logprob is None:
             return None
         pairs = ((token.id, token.logprob), *token.top)  # the chosen one is always there
-        return {text_of(self.tokenizer, id): finite(logprob) for id, logprob in pairs}
+        return {self.name(id): finite(logprob) for id, logprob in pairs}
+
+
+def told_prompt(prompt: Sequence[int], delta: Delta) -> list[Token]:
+    """Return a prompt's tokens with their log probabilities, as far as they are told."""
+    told = _tokens.decode(delta.prompt_logprobs) if delta.prompt_logprobs else ()
+    return [*map(Token, prompt[: len(prompt) - len(told)]), *told]
 
 
 def usage(generation: Generation) -> Fields:

@@ -179,7 +179,7 @@ class ServingState(ApiState):
         prompts: list[tuple[int, ...]],
         sampling: Sampling,
         may_be_shorter: bool,
-        prompt_logprobs: bool = False,
+        prompt_logprobs: int | None = None,
         adapter: str | None = None,
         special: bool = False,
     ) -> Generation:
@@ -201,7 +201,7 @@ class ServingState(ApiState):
         requests = [
             Request(
                 id=next(self.remote.ids), prompt=prompt, sampling=sampling, adapter=adapter, tenant=admission.tenant.name,
-                completions=body.n, prompt_logprobs=prompt_logprobs, may_be_shorter=may_be_shorter,
+                completions=body.n, prompt_logprobs=prompt_logprobs, may_be_shorter=may_be_shorter, priority=body.priority or 0,
                 chosen=before.chosen(number, body.n) if before else (), ended=ended.get(number, ()), external_id=record.id,
             )
             for number, prompt in enumerate(prompts)

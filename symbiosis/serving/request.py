@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 MANY = 2**31
+MOST_TOPS = 20  # of other tokens, whose log probabilities are told beside that of one
 
 
 class Limit(NamedTuple):
@@ -56,7 +57,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: Annotated[int | None, Limit(-(2**63), 2**63 - 1)] = None
     stop_tokens: Annotated[tuple[int, ...], Count(128)] = ()  # besides the model's own ends
     ignore_eos: bool = False
-    logprobs: Annotated[int | None, Limit(0, 20)] = None  # of so many other tokens, too
+    logprobs: Annotated[int | None, Limit(0, MOST_TOPS)] = None  # of so many other tokens, too
+    logprob_tokens: Annotated[tuple[int, ...], Count(128)] = ()  # with logprobs: of these, instead of the most likely
     scaled_logprobs: bool = (
         False  # of the scores over the temperature, as they are drawn by, instead of the model's own
     )
@@ -101,7 +103,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     adapter: str | None = None
     tenant: str = ""
     completions: int = 1
-    prompt_logprobs: bool = False  # also of the prompt's tokens
+    prompt_logprobs: int | None = None  # also of the prompt's tokens, and so many others at each place
+    priority: int = 0  # among the waiting requests of its tenant: lower ones first
     may_be_shorter: bool = False  # where fewer than `max_tokens` fit, it has those
     chosen: tuple[tuple[int, ...], ...] = ()  # of each completion: the tokens that another server has chosen already
     ended: tuple[int, ...] = ()  # completions that have ended there
@@ -127,6 +130,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0  # of a prompt's token, among all: 1 is the most likely; 0: not told
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

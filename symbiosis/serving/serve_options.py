@@ -12,6 +12,7 @@ from symbiosis.base.devices import gpus_of
 from symbiosis.base.dtypes import check_dtype
 from symbiosis.base.hosts import check_hosts
 from symbiosis.errors import ConfigError
+from symbiosis.serving.speculation.rule import SpeculateRule
 
 PORT = 8000
 Policy = Literal["fcfs", "abort", "vtc"]  # which waiting request is first; see `symbiosis.serving.scheduler.policy`
@@ -87,6 +88,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "Divide the model over several devices, with a process (a rank) on each, which compute every layer together: cpu, with --ranks, or GPUs, "
         "such as 0-3 or 0,2, which are refused for now. --memory is that of each; a share of a CPU's is that of all.")] = None
     ranks: Annotated[int | None, Doc("With --devices cpu: how many ranks.")] = None
+    speculate: Annotated[str | None, Doc(
+        "Draft so many tokens ahead, and check them in one step; texts stay the same. ngram:N looks for them in the text itself, draft:CHECKPOINT:N asks "
+        "a smaller model of the same tokens. On a CPU only. Default: none."), "ngram:N | draft:CHECKPOINT:N"] = None
     compile: Annotated[bool, Doc("Compile the model's layers, on a GPU: faster steps, after a start of up to a minute more.")] = False
     drain_s: Annotated[float, Doc(
         "On SIGTERM or ctrl-C, how long requests under way may take to finish; a second one ends the server at once. Default: 30.")] = 30.0
@@ -120,6 +124,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"server-name has letters, digits, dots, hyphens and underscores, not {self.server_name!r:.80}"
             )
         self._check_devices()
+        if self.speculate is not None:
+            SpeculateRule.from_text(self.speculate)
         check_dtype(self.dtype)
         check_hosts(self.allowed_hosts)
 
@@ -132,6 +138,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return
         if self.quantize:
             raise ConfigError("quantize goes with one device: weights that are divided over several are not packed yet")
+        if self.speculate:
+            raise ConfigError(
+                "speculate goes with one device: ranks of a divided model compute one token of a text in a step"
+            )
         if len(self.places) < 2:
             raise ConfigError(
                 f"devices {self.devices}: a model is divided over two or more: name several GPUs, or cpu with --ranks 2 or more"

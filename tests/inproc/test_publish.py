@@ -145,7 +145,7 @@ def test_a_run_is_published_after_the_commands_before() -> None:
         found = run.forward({"input_ids": ids, "labels": ids}).result().logprobs[0]
         outputs = SimpleQueue[Output]()
         engine.submit(
-            Request(id=1, prompt=tuple(PROMPT), adapter="mine", prompt_logprobs=True, sampling=Sampling(logprobs=0)),
+            Request(id=1, prompt=tuple(PROMPT), adapter="mine", prompt_logprobs=0, sampling=Sampling(logprobs=0)),
             outputs.put,
         )
         told = outputs.get(timeout=60)

@@ -246,8 +246,8 @@ def test_log_probabilities_of_the_prompt(prefill: int, completions: int) -> None
         other = Ask(engine, 7, PROMPTS[1], max_tokens=30, temperature=0.0)
         got: SimpleQueue[Output] = SimpleQueue()
         prompt = tuple(PROMPTS[3])
-        sampling = Sampling(max_tokens=0, logprobs=3)
-        request = Request(id=1, prompt=prompt, sampling=sampling, completions=completions, prompt_logprobs=True)
+        sampling = Sampling(max_tokens=0)
+        request = Request(id=1, prompt=prompt, sampling=sampling, completions=completions, prompt_logprobs=3)
         engine.submit(request, got.put)
         output, *more = [got.get(timeout=60) for _ in range(completions)]
         assert other.tokens() == expected(PROMPTS[1], 30)[0]
@@ -258,7 +258,9 @@ def test_log_probabilities_of_the_prompt(prefill: int, completions: int) -> None
     assert output.prompt_logprobs[0] == Token(prompt[0])
     for place, token in enumerate(output.prompt_logprobs[1:], 1):
         assert token.logprob == pytest.approx(logprobs[place - 1, token.id].item(), abs=1e-4)
-        assert len(token.top) == 3
+        others = logprobs[place - 1].topk(3)
+        assert [id for id, _ in token.top] == others.indices.tolist()
+        assert token.rank == 1 + int((logprobs[place - 1] > logprobs[place - 1, token.id]).sum())
 
 
 def test_a_prompt_without_an_answer_is_counted_and_has_no_first_token(engine: Engine) -> None:
@@ -266,7 +268,7 @@ def test_a_prompt_without_an_answer_is_counted_and_has_no_first_token(engine: En
     for id in range(1, 3):
         got: SimpleQueue[Output] = SimpleQueue()
         scored = Request(
-            id=id, prompt=tuple(PROMPTS[0]), sampling=Sampling(max_tokens=0), completions=id, prompt_logprobs=True
+            id=id, prompt=tuple(PROMPTS[0]), sampling=Sampling(max_tokens=0), completions=id, prompt_logprobs=0
         )
         engine.submit(scored, got.put)
         assert all(got.get(timeout=60).finish is Finish.LENGTH for _ in range(id))

@@ -302,7 +302,8 @@ def test_a_chat_with_the_demo_model_goes_on_where_its_messages_end(api: Api) -> 
     assert answer.choices[0].message.content == complete(api, prompt=f"import math\n{PROMPT}", **fields).choices[0].text
 
 
-WHOLE = ("top_k", "seed", "logprobs", "completions", "min_tokens", "max_tokens")
+OF_REQUEST = ("completions", "prompt_logprobs", "priority")
+WHOLE = ("top_k", "seed", "logprobs", "min_tokens", "max_tokens", *OF_REQUEST)
 BEYOND: list[tuple[str, str, Any, Any]] = [  # the engine's name, the API's, what may be, and what may not
     *((name, {"completions": "n"}.get(name, name), limit.most, limit.most + 1) for name, limit in LIMITS.items() if limit.most < MANY),
     *((name, {"completions": "n"}.get(name, name), limit.least, limit.least - 1) for name, limit in LIMITS.items() if not limit.above and name not in ("max_tokens", "top_k")),
@@ -329,8 +330,8 @@ def test_a_program_and_a_client_are_refused_alike(api: Api, name: str, called: s
         data = {"model": "demo", "prompt": PROMPT, "max_tokens": 2, called: value}
         answer = web.post(f"{api.url}/v1/completions", content=json.dumps(data).encode(), timeout=60)
         assert (answer.status_code == 200) == is_good, answer.text
-        if name == "completions":
-            request = Request(id=api.engine.next_id(), prompt=(5,), sampling=Sampling(max_tokens=1), completions=value)
+        if name in OF_REQUEST:
+            request = Request(id=api.engine.next_id(), prompt=(5,), sampling=Sampling(max_tokens=1), **{name: value})
         else:
             request = Request(id=api.engine.next_id(), prompt=(5,), sampling=Sampling(**{"max_tokens": 2, **own}))
         if is_good:

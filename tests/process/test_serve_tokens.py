@@ -84,6 +84,57 @@ def test_chats_tell_their_tokens(api: Api) -> None:
     assert tokens == whole.choices[0].token_ids  # type: ignore[attr-defined]
 
 
+def test_log_probabilities_of_prompts_are_told_as_by_vllm(api: Api) -> None:
+    tokens = asked(api, "/tokenize", prompt=PROMPT).json()["tokens"]
+    choices = complete(api, prompt=[PROMPT, "x"], n=2, temperature=1, seed=1, extra_body={"prompt_logprobs": 2}).choices
+    echoed = complete(api, max_tokens=0, echo=True, logprobs=2).choices[0].logprobs
+    for number, choice in enumerate(choices):
+        first, *others = choice.prompt_logprobs
+        assert first is None and len(others) == (0 if number > 1 else len(tokens) - 1)
+    for place, told in enumerate(choices[0].prompt_logprobs[1:], 1):
+        mine = told[str(tokens[place])]
+        assert mine["logprob"] == pytest.approx(echoed.token_logprobs[place], abs=1e-4)
+        assert {each["decoded_token"] for each in told.values()} == set(echoed.top_logprobs[place])
+        assert {1, 2} <= {each["rank"] for each in told.values()} and mine["rank"] >= 1
+    assert choices[0].prompt_logprobs == choices[1].prompt_logprobs
+    alone = complete(api, extra_body={"prompt_logprobs": 0}).choices[0].prompt_logprobs
+    assert [list(each) for each in alone[1:]] == [[str(token)] for token in tokens[1:]]
+    assert "prompt_logprobs" not in complete(api).choices[0].to_dict()
+    with pytest.raises(openai.BadRequestError, match="leave stream out"):
+        complete(api, stream=True, extra_body={"prompt_logprobs": 0})
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs must be from 0 to 20, not -1"):
+        complete(api, extra_body={"prompt_logprobs": -1})
+
+
+def test_a_chat_tells_log_probabilities_of_its_prompt_once(api: Api) -> None:
+    whole = api.client.chat.completions.create(
+        model="demo", messages=CHAT, max_tokens=2, n=2, extra_body={"prompt_logprobs": 1}
+    )
+    first, *others = whole.prompt_logprobs  # type: ignore[attr-defined]
+    assert first is None and len(others) == whole.usage.prompt_tokens - 1  # type: ignore[union-attr]
+    assert all(1 in [each["rank"] for each in told.values()] for told in others)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_given_tokens(api: Api, stream: bool) -> None:
+    (x, y, z) = asked(api, "/tokenize", prompt="xyz").json()["tokens"]
+    more = {"logprob_token_ids": [x, y], "allowed_token_ids": [z], "return_tokens_as_token_ids": True}
+    fields: Any = {"model": "demo", "messages": CHAT, "max_tokens": 1, "logprobs": True, "extra_body": more}
+    if stream:
+        events = api.client.chat.completions.create(**fields, stream=True)
+        (told,) = [each for event in events if event.choices[0].logprobs for each in event.choices[0].logprobs.content]
+    else:
+        told = api.client.chat.completions.create(**fields).choices[0].logprobs.content[0]
+    assert [each.token for each in told.top_logprobs] == [f"token_id:{id}" for id in (z, x, y)]
+    assert told.token == f"token_id:{z}" and all(-100 < each.logprob < 0 for each in told.top_logprobs)
+    completion = complete(api, max_tokens=1, logprobs=0, extra_body=more).choices[0].logprobs
+    assert set(completion.top_logprobs[0]) == {f"token_id:{id}" for id in (x, y, z)}
+    with pytest.raises(openai.BadRequestError, match="logprob_token_ids go with logprobs"):
+        complete(api, extra_body={"logprob_token_ids": [x]})
+    with pytest.raises(openai.BadRequestError, match="logprob_token_ids has the token 1000000"):
+        complete(api, logprobs=0, extra_body={"logprob_token_ids": [10**6]})
+
+
 def test_only_what_is_allowed_comes(api: Api) -> None:
     allowed = asked(api, "/tokenize", prompt="xyz").json()["tokens"]
     text = complete(api, extra_body={"allowed_token_ids": allowed}).choices[0].text

@@ -73,7 +73,7 @@ OTHERS: dict[str, Any] = {
     "store": True, "service_tier": "flex", "prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h", "suffix": "x",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"}, "modalities": ["text", "audio"], "audio": {"format": "wav", "voice": "alloy"},
-    "moderation": {"model": "x"}, "web_search_options": {},
+    "moderation": {"model": "x"}, "web_search_options": {}, "use_beam_search": True, "length_penalty": 0.5,
 }  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def test_prompts_and_what_is_found_of_them_are_counted() -> None:
         32,
         4.0,
     )
-    server.scheduler.add(sequences(2, 40, most=1, prompt_logprobs=True))
+    server.scheduler.add(sequences(2, 40, most=1, prompt_logprobs=0))
     server.step()
     assert (server.scheduler.counts.asked, server.scheduler.counts.found) == (160, 64), "scores need all of it computed"
 

@@ -210,7 +210,7 @@ def test_what_gives_way_is_not_too_late_for_its_deadline() -> None:
     ("more", "before", "short"),
     [
         ({"most": 9}, 7, SHORT),  # it has told a token
-        ({"prompt_logprobs": True}, 2, SHORT),  # what it has computed would be lost
+        ({"prompt_logprobs": 0}, 2, SHORT),  # what it has computed would be lost
         ({}, 2, (LONG - 2 * 32) // 2 + 1),  # it is not twice as long as the other
         ({}, 2, SHORT),
     ],

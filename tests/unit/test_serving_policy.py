@@ -23,6 +23,7 @@ class Waiting:
     has_begun: bool = False
     overtaken: int = 0
     steps: int = 1
+    priority: int = 0
 
 
 WAITING = st.builds(

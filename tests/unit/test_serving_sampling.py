@@ -174,7 +174,7 @@ def test_log_probabilities_are_the_models_own() -> None:
     values, which = expected.topk(4)
     assert [id for id, _ in token.top] == which.tolist()
     assert [value for _, value in token.top] == pytest.approx(values.tolist())
-    assert len(logprobs_of(logits, [0], [50])[0].top) == VOCABULARY
+    assert len(logprobs_of(logits, [0], 50)[0].top) == VOCABULARY
     assert begin_choice(logits, [sequence(temperature=0.0)]).tokens()[0].logprob is None  # type: ignore[union-attr]
 
 
@@ -197,5 +197,5 @@ def test_the_least_temperature_is_greedy() -> None:
 def test_log_probabilities_over_a_large_vocabulary_are_within_a_rounding() -> None:
     logits = torch.randn(16, 50_000, generator=torch.Generator().manual_seed(0)) * 3
     expected = logits.double().log_softmax(-1)[:, 7]
-    found = torch.tensor([each.logprob for each in logprobs_of(logits, [7] * 16, [0] * 16)], dtype=torch.float64)
+    found = torch.tensor([each.logprob for each in logprobs_of(logits, [7] * 16, 0)], dtype=torch.float64)
     assert (found - expected).abs().max() < 2e-6

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from symbiosis.serving.kv_cache.block_manager import BlockManager
 from symbiosis.serving.kv_cache.page_pool import NoRoom, PagePool
 from symbiosis.serving.lora.adapter import Adapter
-from symbiosis.serving.request import Request, Sampling
+from symbiosis.serving.request import Request, Sampling, Token
 from symbiosis.serving.scheduler import policy as policies
 from symbiosis.serving.scheduler.scheduler import PREFETCHED, UNKNOWN, Scheduler, StepRules, Unsettled
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, SchedulerOutput, Sequence
+from symbiosis.serving.speculation.speculation import Speculation, accepted
 
 LAYERS = 2
 
@@ -82,6 +83,18 @@ def sequences(
     return [Sequence(request, number, [*virtual, *tokens], adapter, float(id)) for number in range(completions)]
 
 
+class OftenRight:
+    """Drafts of which some are wrong."""
+
+    def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+        return {each: tuple(self._token(len(each.tokens) + n) for n in range(count)) for each, count in wanted.items()}
+
+    def _token(self, place: int) -> int:
+        return place if place % 5 else 0
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
 class KnownBlocks(BlockManager):
     """Names blocks by tokens that are known."""
 
@@ -95,6 +108,7 @@ class Server:
     """What an engine does with a scheduler, without a model: the next token is its position.
 
     Args:
+        drafts: Up to so many tokens are drafted.
         ahead: Steps are launched while the ones before are under way.
         ends: Texts end before this position, too.
     """
@@ -108,13 +122,15 @@ class Server:
         ahead: bool = False,
         ends: int = 1 << 30,
         windows: tuple[int | None, ...] = (),
+        drafts: int = 0,
     ) -> None:
         self.pool, self.rules, self.ahead, self.ends = PagePool(pages), rules, ahead, ends
         self.blocks = KnownBlocks(self.pool, LAYERS, windows=windows)
-        self.flying: list[tuple[Sequence, int]] | None = None
+        self.flying: dict[Sequence, int] | None = None
         self.before: SchedulerOutput | None = None
         self.here = Here(self.blocks)
-        self.scheduler = Scheduler(self.blocks, self.here, rules)
+        speculation = Speculation(OftenRight(), drafts) if drafts else None
+        self.scheduler = Scheduler(self.blocks, self.here, rules, speculation=speculation)
         self.now, self.ended = 0.0, set[tuple[int, int]]()
 
     def step(self) -> SchedulerOutput | None:
@@ -134,23 +150,29 @@ class Server:
             self.settle()
         return step
 
-    def launch(self, step: SchedulerOutput) -> list[tuple[Sequence, int]] | None:
+    def launch(self, step: SchedulerOutput) -> dict[Sequence, int] | None:
         self.check(step)
-        return list(self.scheduler.launched(step).items())
+        return self.scheduler.launched(step)
 
     def settle(self) -> None:
         flying, self.flying = self.flying, None
         if flying is None or self.before is None:
             return
-        for sequence, place in flying:
-            sequence.tokens[place] = place
+        chosen = [Token(flying[each.sequence] + n) for each in self.before.segments for n in range(len(each.choices))]
+        told = list(accepted(self.before, chosen))
+        for segment, tokens in told:
+            self.scheduler.choose(segment, flying[segment.sequence], [token.id for token in tokens if token])
         self.scheduler.advance(self.before, self.now)
-        for sequence, place in flying:
-            produced = place + 1 - sequence.prompt_length
-            is_over = produced >= sequence.request.sampling.max_tokens or place % self.ends == 0
-            if sequence in self.scheduler.running and is_over:
-                self.scheduler.finish(sequence)
-                self.ended.add((sequence.request.id, sequence.completion))
+        for segment, tokens in told:
+            sequence = segment.sequence
+            assert self.ahead or sequence not in self.scheduler.running or sequence.uncomputed == 1
+            for place in [token.id for token in tokens if token]:
+                produced = place + 1 - sequence.prompt_length
+                is_over = produced >= sequence.request.sampling.max_tokens or place % self.ends == 0
+                if sequence in self.scheduler.running and is_over:
+                    assert sequence.tokens[sequence.brought : place + 1] == [*range(sequence.brought, place + 1)]
+                    self.scheduler.finish(sequence)
+                    self.ended.add((sequence.request.id, sequence.completion))
 
     def check(self, step: SchedulerOutput) -> None:
         rows = 0
@@ -158,14 +180,17 @@ class Server:
             sequence = segment.sequence
             assert segment.first == rows and segment.position == sequence.computed and segment.rows > 0
             assert len(sequence.blocks) * BLOCK >= segment.end
-            assert segment.chooses == (segment.end == len(sequence.tokens))
+            drafts = len(segment.drafts)
+            assert segment.chooses == (segment.end - drafts == len(sequence.tokens)) and (segment.chooses or not drafts)
+            assert drafts < max(1, sequence.request.sampling.max_tokens - sequence.produced)
             assert sequence.adapter is None or self.here.pins[sequence.adapter] > 0
             rows += segment.rows
         self.check_counts()
         held = list(self.scheduler.running)
         assert {segment.sequence for segment in step.segments} <= set(held) and len(held) <= self.rules.max_batch
         if not self.rules.whole_prompts:
-            assert sum(s.rows for s in step.segments if s.rows > 1) <= self.rules.prefill_tokens
+            rows = [segment.rows - len(segment.drafts) for segment in step.segments]
+            assert sum(count for count in rows if count > 1) <= self.rules.prefill_tokens
         versions = {s.version for s in held} - {0}
         assert self.rules.adapters_in_batch is None or len(versions) <= self.rules.adapters_in_batch
 
@@ -194,7 +219,7 @@ ARRIVALS = st.lists(
         st.integers(1, 40),  # tokens of each
         st.one_of(st.none(), st.integers(0, 6)),  # steps after which it is cancelled
         st.sampled_from("ab"),
-        st.booleans(),
+        st.sampled_from([None, 0]),
     ),
     min_size=1,
     max_size=12,
@@ -217,6 +242,14 @@ def test_everybody_ends_and_everything_is_given_back(
     arrivals: list[Any], rules: StepRules, pages: int, ahead: bool, ends: int
 ) -> None:
     play(Server(pages, rules, ahead, ends), arrivals)
+
+
+@settings(deadline=None, max_examples=100)
+@given(ARRIVALS, RULES, st.integers(2 * 7 + 4, 60), st.integers(1, 8), st.sampled_from([(None, None), (8, 24)]))
+def test_drafts_change_neither_who_ends_nor_what_is_given_back(
+    arrivals: list[Any], rules: StepRules, pages: int, drafts: int, windows: tuple[int | None, ...]
+) -> None:
+    play(Server(pages, rules, drafts=drafts, windows=windows), arrivals)
 
 
 @settings(deadline=None, max_examples=100)
@@ -296,7 +329,35 @@ def test_answers_under_way_go_on_beside_a_long_prompt() -> None:
     assert max(of_the_long() for _ in range(5)) > 32, "nobody waits for the next token"
 
 
-@pytest.mark.parametrize("logprobs", [False, True], ids=["", "the prompt is scored"])
+@pytest.mark.parametrize("policy", ["fcfs", "abort", "vtc"])
+def test_priorities_order_the_requests_of_one_tenant_and_push_none_before_others(policy: Any) -> None:
+    server = Server(400, StepRules(max_batch=1, policy=policy, first_token_s=1e9))
+    for id, (tenant, priority) in enumerate([("a", 0), ("a", 5), ("b", 0), ("a", -1), ("b", -9), ("a", 0)]):
+        server.scheduler.add(sequences(id, 20, most=1, tenant=tenant, priority=priority))
+    order: list[int] = []
+    while len(order) < 6:
+        step = server.step()
+        assert step is not None
+        order += [segment.sequence.request.id for segment in step.segments if segment.chooses]
+    newest_first = policy == "abort"  # more come than begin
+    by_tenant = {"a": [3, 5, 0, 1] if newest_first else [3, 0, 5, 1], "b": [4, 2]}
+    assert {name: [id for id in order if id in own] for name, own in by_tenant.items()} == by_tenant
+    if policy == "fcfs":
+        assert ["a" if id in by_tenant["a"] else "b" for id in order] == ["a", "a", "b", "a", "b", "a"]
+
+
+def test_a_less_urgent_prompt_takes_no_place_of_a_more_urgent_one_of_its_tenant() -> None:
+    for priority, first in ((1, 0), (0, 1)):
+        server = Server(400, StepRules(max_batch=1, prefill_tokens=32))
+        server.scheduler.add(sequences(0, 200, most=1, tenant="a"))
+        server.step()
+        server.scheduler.add(sequences(1, 20, most=1, tenant="a", priority=priority))
+        while not server.ended:
+            server.step()
+        assert server.ended == {(first, 0)}
+
+
+@pytest.mark.parametrize("logprobs", [None, 0], ids=["", "the prompt is scored"])
 def test_completions_share_the_prompts_blocks(logprobs: bool) -> None:
     server = Server(400, StepRules())
     many = sequences(0, 70, completions=3, prompt_logprobs=logprobs)
@@ -574,11 +635,11 @@ class TimedServer(Server):
         self.first_token_s: dict[int, float] = {}
 
     def send(self, at: float, id: int, prompt: int, **more: Any) -> None:
-        (each,) = sequences(id, prompt, prompt_logprobs=True, **{"most": 1, **more})
+        (each,) = sequences(id, prompt, prompt_logprobs=0, **{"most": 1, **more})
         each.arrived = at
         self.coming = sorted([*self.coming, each], key=lambda each: each.arrived)
 
-    def launch(self, step: SchedulerOutput) -> list[tuple[Sequence, int]] | None:
+    def launch(self, step: SchedulerOutput) -> dict[Sequence, int] | None:
         for _ in range(10):
             self.now += (self.WEIGHTS_S + self.ROW_S * step.rows) / 10
             came = [each.uncomputed for each in self.coming if each.arrived <= self.now]
@@ -679,9 +740,9 @@ def test_rows_of_prompts_are_shared_out_within_bounds(
 def test_what_is_computed_of_prompts_is_shared_out_only_under_vtc(policy: Any) -> None:
     server = Server(40_000, StepRules(max_batch=20, prefill_tokens=64, policy=policy))
     for id in range(10):
-        server.scheduler.add(sequences(id, 500, tenant="many", most=1, prompt_logprobs=True))
+        server.scheduler.add(sequences(id, 500, tenant="many", most=1, prompt_logprobs=0))
     server.step()
-    server.scheduler.add(sequences(10, 500, tenant="few", most=1, prompt_logprobs=True))
+    server.scheduler.add(sequences(10, 500, tenant="few", most=1, prompt_logprobs=0))
     steps = 0
     while (10, 0) not in server.ended:
         server.step()

@@ -72,6 +72,7 @@ def test_every_parameter_of_the_engines_can_be_asked_for() -> None:
         "logit_bias",
         "allowed_tokens",
         "bad_sequences",
+        "logprob_tokens",
     }
     of_trainers = {"scaled_logprobs"}  # of this process: `symbiosis.rollout` asks for it
     assert set(Sampling.__struct_fields__) - by_another_name - of_trainers == set(SAME) - by_another_name

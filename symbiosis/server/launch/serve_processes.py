@@ -181,7 +181,7 @@ class ServeProcesses:
             first_token_s=options.first_token_s, prefill_tokens=options.prefill_tokens, max_waiting=options.max_requests,
             of_tenant=options.of_tenant, max_rank=options.max_rank, adapter_memory=options.adapter_memory_size,
             compiles=options.compile, wait=options.wait_s, max_adapter_bytes=options.max_adapter_bytes,
-            name=model_name(options), devices=options.places,
+            name=model_name(options), devices=options.places, speculate=options.speculate,
         ) as engine:  # fmt: skip
             if options.executor is not None:
                 must_be_the_model(engine.config, located(str(options.model)), options.executor)

@@ -179,7 +179,8 @@ class Samples:
             most = front.tokens_for([prompt], wanted, None, "max_tokens")
             sampling = openai_protocol.sampling_of(body, most, body.logprobs)
             scored = bool(ask.prompt_logprobs or ask.topk_prompt_logprobs)
-            generation = front.generation(admission, body, [prompt], sampling, wanted is None, scored, body.model)
+            tops = body.logprobs if scored else None
+            generation = front.generation(admission, body, [prompt], sampling, wanted is None, tops, body.model)
             front.hold(generation, admission)
             admission.reserve(generation.prompt_tokens + generation.most_tokens)
             generation.begin()

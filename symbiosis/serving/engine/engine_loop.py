@@ -22,14 +22,16 @@ from symbiosis.serving.request import Finish, Token
 from symbiosis.serving.runner.model_runner import GaveWay, ModelRunner, RanksLost
 from symbiosis.serving.sampling.guided_decoding import GuidedDecoding, GuidedText
 from symbiosis.serving.sampling.sampler import Chosen, begin_choice
-from symbiosis.serving.scheduler.scheduler import Scheduler, Unsettled
+from symbiosis.serving.scheduler.scheduler import UNKNOWN, Scheduler, Unsettled
 from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
+from symbiosis.serving.speculation.speculation import accepted, choosing
 
 logger = logging.getLogger("symbiosis")
 IDLE_S = 0.001  # between looks at adapters on their way
 # seconds of messages between two steps: however many one client sends, the streams of the others go on. A step of a large model takes longer
 MESSAGES_S = 0.004
 MOST_LOST = 3  # times that ranks are lost with rows of a request, before it ends
+NOTHING = "the model's numbers are not finite, or nothing that the schema or grammar allows can come"
 LITTLE = 64 << 20  # bytes, which the host has to be asked for: where these cannot be had, requests fail one by one
 
 
@@ -186,19 +188,19 @@ class Loop:
         if self._launched is None:
             return
         step, chosen, places = self._launched
-        told = list(zip(places.items(), chosen.tokens(), strict=True))
+        told = list(accepted(step, chosen.tokens()))
         self._served.check()
         self._launched = None
         for segment in step.segments if self._lost_with else ():
             self._lost_with.pop(segment.sequence, None)
-        for (sequence, place), token in told:
-            if token is not None:
-                sequence.tokens[place] = token.id
+        for segment, tokens in told:
+            ids = [UNKNOWN if token is None else token.id for token in tokens]
+            self._scheduler.choose(segment, places[segment.sequence], ids)
         now = time.monotonic()
         self._scheduler.advance(step, now)
-        for (sequence, place), token in told:
-            if not sequence.has_ended:
-                self._tell(sequence, token, place + 1 - sequence.prompt_length, now)
+        for segment, tokens in told:
+            if not (sequence := segment.sequence).has_ended:
+                self._tell(sequence, tokens, places[sequence] - sequence.prompt_length, now)
         self.figures.steps += 1
 
     def _launch(self, step: SchedulerOutput) -> InflightStep | None:
@@ -272,17 +274,17 @@ class Loop:
         may come next. They are computed again in the next step. If nothing else is in the step, nothing was computed."""
         scores = any(segment.sequence.scores_prompt for segment in step.segments)
         logits = _scored(self._served, self.jobs, step) if scores else self._served.forward(step)
-        sequences = [segment.sequence for segment in step.segments if segment.chooses]
-        is_guided = any(sequence.request.sampling.guide is not None for sequence in sequences)
-        allowed, unknown = self._allowed(step, sequences) if is_guided else ({}, set())
+        rows = choosing(step)
+        guided = [each for each in rows if isinstance(each, Sequence) and each.request.sampling.guide is not None]
+        allowed, unknown = self._allowed(step, guided) if guided else ({}, set())
         if unknown:
             step = step.without(unknown)
-            kept = [row for row, sequence in enumerate(sequences) if sequence not in unknown]
-            logits, sequences = logits[kept], [sequences[row] for row in kept]
+            kept = [row for row, each in enumerate(rows) if each not in unknown]
+            logits, rows = logits[kept], [rows[row] for row in kept]
         if not step.segments:
             return step, None
-        by_row = {row: allowed[sequence] for row, sequence in enumerate(sequences) if sequence in allowed}
-        return step, begin_choice(logits, sequences, self._served.ends, by_row)
+        by_row = {row: allowed[each] for row, each in enumerate(rows) if each in allowed}
+        return step, begin_choice(logits, rows, self._served.ends, by_row)
 
     def _allowed(
         self, step: SchedulerOutput, sequences: list[Sequence]
@@ -297,12 +299,12 @@ class Loop:
         allowed = {sequence: nothing if mask is None else mask for sequence, mask in found.items()}
         return allowed, {text.sequence for text in texts} - found.keys()
 
-    def _tell(self, sequence: Sequence, token: Token | None, produced: int, now: float) -> None:
-        """Tell of a token that was chosen, the last of so many, and end what ends with it. None: there was none to choose."""
-        job, sampling, figures, finish = self.jobs[sequence.request.id], sequence.request.sampling, self.figures, None
-        if token is None:
-            message = "the model's numbers are not finite, or nothing that the schema or grammar allows can come"
-            self.end(job.request.id, Finish.ERROR, job.failure or message)
+    def _tell(self, sequence: Sequence, tokens: list[Token | None], produced: int, now: float) -> None:
+        """Tell of tokens that were chosen, behind so many, and end what ends with them. None: there was none to choose."""
+        job, sampling, figures = self.jobs[sequence.request.id], sequence.request.sampling, self.figures
+        chosen, told, finish = [each for each in tokens if each is not None], list[Token](), None
+        if len(chosen) < len(tokens):
+            self.end(job.request.id, Finish.ERROR, job.failure or NOTHING)
             return
         if not sequence.told_at and sequence.is_first:
             figures.queue_s.observe(sequence.began - sequence.arrived)
@@ -310,26 +312,36 @@ class Loop:
         if not sampling.max_tokens:
             self._finish(job, sequence, (), Finish.LENGTH)
             return
-        figures.generated_tokens += 1
-        if sequence.told_at:
-            figures.between_tokens_s.observe(now - sequence.told_at)
-        elif sequence.is_first:
-            figures.first_token_s.observe(now - sequence.arrived)
-        sequence.told_at = now
-        if job.grammars and token.id not in self._served.ends:
-            self.following.take(job, sequence.completion, token.id)
+        for token in chosen:
+            told.append(token)
+            finish = self._finish_at(job, sequence, token, produced + len(told))
             if job.failure:
                 self.end(job.request.id, Finish.ERROR, job.failure)
                 return
+            if finish is not None:
+                break
+        figures.generated_tokens += len(told)
+        if sequence.told_at:
+            for _ in told:
+                figures.between_tokens_s.observe((now - sequence.told_at) / len(told))
+        elif sequence.is_first:
+            figures.first_token_s.observe(now - sequence.arrived)
+        sequence.told_at = now
+        if finish is not None:
+            self._finish(job, sequence, tuple(told), finish)
+        elif not job.tell(sequence.completion, tuple(told)):
+            self.end(job.request.id, None)
+
+    def _finish_at(self, job: RequestState, sequence: Sequence, token: Token, produced: int) -> Finish | None:
+        """Return why a completion ends with a token, the last of so many, if it does. What follows a grammar goes on with it; the job may have a
+        failure then."""
+        sampling = sequence.request.sampling
+        if job.grammars and token.id not in self._served.ends:
+            self.following.take(job, sequence.completion, token.id)
         is_last = token.id in sampling.stop_tokens or (token.id in self._served.ends and not sampling.ignore_eos)
         if is_last or (job.grammars and job.grammars[sequence.completion].has_ended):
-            finish = Finish.STOP
-        elif produced >= sampling.max_tokens:
-            finish = Finish.LENGTH
-        if finish is not None:
-            self._finish(job, sequence, (token,), finish)
-        elif not job.tell(sequence.completion, (token,)):
-            self.end(job.request.id, None)
+            return Finish.STOP
+        return Finish.LENGTH if produced >= sampling.max_tokens else None
 
     def _finish(self, job: RequestState, sequence: Sequence, tokens: tuple[Token, ...], finish: Finish) -> None:
         """End one completion, whose text is whole."""
@@ -390,16 +402,13 @@ def _scored(served: ModelRunner, jobs: Mapping[int, RequestState], step: Schedul
     for segment in step.segments:
         whole = segment.sequence.scores_prompt
         start = len(rows)
-        if whole or segment.chooses:
-            rows.extend(
-                range(segment.first if whole else segment.first + segment.rows - 1, segment.first + segment.rows)
-            )
+        rows.extend(range(segment.first, segment.first + segment.rows) if whole else segment.choices)
         parts.append((segment, start, len(rows)))
     logits = served.logits(step, torch.tensor(rows))
     for segment, start, end in parts:
         if segment.sequence.scores_prompt:
             jobs[segment.sequence.request.id].read_prompt(segment, logits[start:end])
-    return logits[[end - 1 for segment, _, end in parts if segment.chooses]]
+    return logits[[row for segment, _, end in parts for row in range(end - len(segment.choices), end)]]
 
 
 def _has_memory(device: torch.device) -> bool:

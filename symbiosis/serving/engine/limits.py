@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_type_hints
 import msgspec
 
 from symbiosis.errors import ConfigError
-from symbiosis.serving.request import Count, Limit, Request, Sampling
+from symbiosis.serving.request import MANY, MOST_TOPS, Count, Limit, Request, Sampling
 
 if TYPE_CHECKING:  # it imports torch, and the process that speaks HTTP does without
     from symbiosis.serving.runner.model_runner import ModelRunner
@@ -16,7 +16,11 @@ if TYPE_CHECKING:  # it imports torch, and the process that speaks HTTP does wit
 FIELDS = get_type_hints(Sampling, include_extras=True)
 OF_SAMPLING = {name: each for name, hint in FIELDS.items() for each in getattr(hint, "__metadata__", ())}
 # by the fields of `Sampling` and `Request`
-LIMITS = {name: each for name, each in OF_SAMPLING.items() if isinstance(each, Limit)} | {"completions": Limit(1, 128)}
+LIMITS = {name: each for name, each in OF_SAMPLING.items() if isinstance(each, Limit)} | {
+    "completions": Limit(1, 128),
+    "prompt_logprobs": Limit(0, MOST_TOPS),
+    "priority": Limit(-MANY, MANY - 1),
+}
 BIAS = Limit(-100, 100)
 COUNTS = {name: each.most for name, each in OF_SAMPLING.items() if isinstance(each, Count)} | {
     "stop": 16,
@@ -82,6 +86,9 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
         raise Unfit("min_tokens", f"are {sampling.min_tokens}, and max_tokens {sampling.max_tokens}")
     check_tokens("stop_tokens", sampling.stop_tokens, vocabulary)
     check_tokens("allowed_tokens", sampling.allowed_tokens, vocabulary)
+    check_tokens("logprob_tokens", sampling.logprob_tokens, vocabulary)
+    if sampling.logprob_tokens and sampling.logprobs is None:
+        raise Unfit("logprob_tokens", "go with logprobs: ask for both")
     for sequence in sampling.bad_sequences:
         check_tokens("bad_sequences", sequence, vocabulary)
     check_tokens("logit_bias", tuple(sampling.logit_bias), vocabulary)
@@ -155,14 +162,15 @@ def check(request: Request, virtual: int, adapter_pages: int, served: "ModelRunn
         piece: Tokens of a prompt that are computed at a time; None if all are.
     """
     check_sampling(request.sampling, served.vocabulary)
-    check_number("completions", request.completions)
+    for name in ("completions", "prompt_logprobs", "priority"):
+        check_number(name, getattr(request, name))
     if not virtual + len(request.prompt):
         raise Unfit("prompt", "is empty: give at least one token")
     check_tokens("prompt", request.prompt, served.vocabulary)
     if request.chosen or request.ended:
         check_chosen(request, served.vocabulary)
     sampling, whole = request.sampling, virtual + len(request.prompt) + request.sampling.max_tokens
-    if sampling.max_tokens < 1 and not request.prompt_logprobs:
+    if sampling.max_tokens < 1 and request.prompt_logprobs is None:
         raise Unfit("max_tokens", "must be at least 1, not 0")
     if whole > served.longest:
         raise Unfit(

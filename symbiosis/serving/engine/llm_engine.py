@@ -37,6 +37,8 @@ from symbiosis.serving.sampling.grammar import Grammar, Grammars
 from symbiosis.serving.scheduler.scheduler import Scheduler, StepRules
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, Sequence
 from symbiosis.serving.serve_options import Policy
+from symbiosis.serving.speculation.proposers import speculation
+from symbiosis.serving.speculation.rule import SpeculateRule
 from symbiosis.serving.tensor_parallel.leading_runner import LeadingRunner, divided
 
 logger = logging.getLogger("symbiosis")
@@ -66,6 +68,8 @@ class Engine:
         devices: Divide the model over these, with a rank (a process) on each: of every layer each has some heads and columns. Such as ("cpu", "cpu") or
             ("cuda:0", "cuda:1"). `model` is the endpoint of an executor on a CPU of this host, at local://, of which each rank takes its part.
             `memory` is then that of each rank; a share of a CPU's is that of all.
+        speculate: "ngram:N" or "draft:CHECKPOINT:N" drafts up to N tokens of each text ahead, and checks them in one step: from what stands in the text
+            already, or by a smaller model of the same tokens. Texts are the same, as far as rounding goes; where many decode, fewer are drafted. On a CPU only.
         wait: How long an executor may take to come up, in seconds; None: as long as it may be away later, 60 or `$SYMBIOSIS_PATIENCE_S`.
 
     Attributes:
@@ -104,6 +108,7 @@ class Engine:
         compiles: bool = False,
         wait: float | None = None,
         devices: Tokens[str] = (),
+        speculate: str | None = None,
     ) -> None:
         _check_options(
             policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens, first_token_s=first_token_s,
@@ -127,7 +132,10 @@ class Engine:
         self._grammars = Grammars(self.tokenizer, served.vocabulary, served.ends)
         whole = served.whole_prompts
         rules = StepRules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)
-        self._scheduler = Scheduler(served.blocks, self._residency, rules, served.release)
+        self._speculation = (
+            None if speculate is None else speculation(SpeculateRule.from_text(speculate), served, memory)
+        )
+        self._scheduler = Scheduler(served.blocks, self._residency, rules, served.release, self._speculation)
         self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
         served.serve(max_batch, max_batch + prefill_tokens, compiles)
         self._loop = Loop(served, self._scheduler, max_waiting, self._ended)
@@ -274,6 +282,8 @@ class Engine:
             self._loop.figures,
             running=running,
             waiting=max(0, self._loop.in_flight - running),
+            drafted_tokens=0 if self._speculation is None else self._speculation.drafted,
+            accepted_tokens=0 if self._speculation is None else self._speculation.accepted,
             prefix_tokens=counts.asked,
             prefix_hits=counts.found,
             pages=pool.total,

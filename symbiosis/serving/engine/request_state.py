@@ -60,8 +60,7 @@ class RequestState:
         told = [place for place in range(segment.position, segment.end) if start <= place + 1 < last]
         if told:
             rows = logits[[place - segment.position for place in told]]
-            counts = [self.request.sampling.logprobs] * len(told)
-            found = logprobs_of(rows, [tokens[place + 1] for place in told], counts)
+            found = logprobs_of(rows, [tokens[place + 1] for place in told], self.request.prompt_logprobs or 0)
             self.prompt |= {place + 1 - start: token for place, token in zip(told, found, strict=True)}
 
     def _prompt_logprobs(self) -> tuple[Token, ...]:

@@ -99,7 +99,18 @@ class BlockManager:
 
     def release(self, sequence: Sequence) -> None:
         """Take a sequence's blocks back. Those that may be found stay until their room is needed; the last ones go first."""
-        for block in reversed(sequence.blocks):
+        self._take_back(sequence.blocks)
+        sequence.blocks, sequence.computed, sequence.behind = [], 0, {}
+
+    def shrink(self, sequence: Sequence) -> None:
+        """Take back the blocks behind a sequence's tokens."""
+        count = -(-len(sequence.tokens) // BLOCK)
+        if count < len(sequence.blocks):
+            self._take_back(sequence.blocks[count:])
+            sequence.blocks = sequence.blocks[:count]
+
+    def _take_back(self, blocks: list[Block]) -> None:
+        for block in reversed(blocks):
             block.users -= 1
             if block.users:
                 continue
@@ -107,7 +118,6 @@ class BlockManager:
                 self._unused[block.key] = block
             else:
                 self.pool.give_back(page for layer, page in enumerate(block.pages) if layer not in block.gone)
-        sequence.blocks, sequence.computed, sequence.behind = [], 0, {}
 
     def trim(self, sequences: Iterable[Sequence]) -> None:
         """Give back the pages at which no row to come looks any more, because they lie behind the window of their layer. Blocks without

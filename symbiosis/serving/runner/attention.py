@@ -20,6 +20,7 @@ from symbiosis.serving.kv_cache.paged_memory import PagedMemory
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, Block, ScheduledRequest, SchedulerOutput, Sequence
 
 NAME = "symbiosis_paged"
+FEW = 16  # rows of a sequence: the kernel of a CPU reads its pages as they lie; for more they are gathered first
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, How], Tensor]
 
 
@@ -116,19 +117,21 @@ class Together:
         self._arena, self._tables, self._rows = arena, tables.contiguous(), segments[0].rows
         device = arena.flat.device
         self._which = torch.cat([torch.arange(s.first, s.first + s.rows) for s in segments]).to(device)
+        self._firsts = torch.tensor([segment.first for segment in segments])
         self._ends = torch.tensor([segment.end for segment in segments])
+        self._ends_of_rows = torch.cat([torch.arange(s.position + 1, s.end + 1) for s in segments])
         self._longest = int(self._ends.max())
         self._masks: dict[int | None, Tensor] = {}
 
     def look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:
         """Attend: from the step's queries, [heads, rows, size], into the step's results, [rows, heads, size]."""
-        kernel = compiled(query.dtype) if self._rows == 1 and query.device.type == "cpu" else None
+        kernel = compiled(query.dtype) if self._rows <= FEW and query.device.type == "cpu" else None
         if kernel is None:
             self._gather_and_look(layer, query, how, result)
             return
         of, flat = self._arena.layers[layer], self._arena.flat
         pages = PageLayout(of.heads, of.key, of.value, BLOCK, self._arena.page_elements, self._arena.values_at(layer))
-        seen = SeenTokens(self._which, self._ends, self._longest)
+        seen = SeenTokens(self._firsts, self._ends_of_rows, self._longest, self._rows)
         kernel.attend(flat, pages, self._tables[layer], seen, how, query, result)
 
     def _gather_and_look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:

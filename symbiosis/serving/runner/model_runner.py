@@ -62,9 +62,8 @@ class ModelRunner(ABC):
         self.blocks = BlockManager(self.arena.pool, len(layers), self.batches, [layer.window for layer in layers])
 
     def forward(self, step: SchedulerOutput) -> Tensor:
-        """Return the logits of the last row of each segment that chooses a token, float32 [such segments, vocabulary]."""
-        rows = [segment.first + segment.rows - 1 for segment in step.segments if segment.chooses]
-        return self.logits(step, torch.tensor(rows, dtype=torch.long))
+        """Return the logits of the rows that choose tokens, float32 [such rows, vocabulary]."""
+        return self.logits(step, torch.tensor(step.choices, dtype=torch.long))
 
     @abstractmethod
     def logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:
@@ -100,7 +99,7 @@ class ModelRunner(ABC):
 
     def inputs(self, step: SchedulerOutput) -> dict[str, Any]:
         """Return what the model is called with."""
-        tokens = [token for each in step.segments for token in each.sequence.tokens[each.position : each.end]]
+        tokens = [token for each in step.segments for token in each.tokens]
         ids = torch.tensor([tokens], device=self.device)
         if (fed := step.fed) is not None:
             ids[0, fed.rows] = fed.chosen[fed.sources].clamp(min=0)

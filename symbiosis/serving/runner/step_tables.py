@@ -112,7 +112,7 @@ class Rows:
         for segment in step.segments:
             first, rows, position = segment.first, segment.rows, segment.position
             slot = slots.of(segment.sequence)
-            ids += segment.sequence.tokens[position : position + rows]
+            ids += segment.tokens
             positions += range(position, position + rows)
             of_rows += [slot] * rows
             if rows == 1:

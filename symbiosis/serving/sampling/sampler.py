@@ -5,11 +5,15 @@ and however often it is evicted and computed again. Log probabilities are those 
 unless a request wants them at its temperature.
 """
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
 import torch
 from torch import Tensor
 
 from symbiosis.serving.request import Sampling, Token
 from symbiosis.serving.scheduler.scheduler_output import Sequence
+from symbiosis.serving.speculation.speculation import Drafted
 
 NOWHERE = float("-inf")
 COLDEST = 1e-5  # a lower temperature changes nothing but that its numbers become too small
@@ -17,6 +21,7 @@ NONE = -1  # no token
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # the constants of splitmix64
 MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+Row = Sequence | Drafted  # what a token is to follow
 
 
 class Chosen:
@@ -25,7 +30,7 @@ class Chosen:
     `ids` has them on the device, int64 [sequences], `NONE` where there is none.
     """
 
-    def __init__(self, ids: Tensor, logprobs: Tensor | None, asked: list[int], tops: list[int | None]) -> None:
+    def __init__(self, ids: Tensor, logprobs: Tensor | None, asked: list[int], tops: list[int]) -> None:
         self.ids, self._asked, self._tops = ids, asked, tops
         self._width = 0 if logprobs is None else logprobs.shape[1]
         numbers = ids.double() if logprobs is None else torch.cat([ids.double(), logprobs.flatten()])
@@ -51,7 +56,7 @@ class Chosen:
 
 def begin_choice(
     logits: Tensor,
-    sequences: list[Sequence],
+    sequences: Items[Row],
     ends: frozenset[int] = frozenset(),
     allowed: dict[int, Tensor] | None = None,
 ) -> Chosen:
@@ -77,9 +82,11 @@ def begin_choice(
     asked = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
     if not asked:
         return Chosen(ids, None, [], [])
-    tops, which = [sequences[row].request.sampling.logprobs for row in asked], _there(asked, scores.device)
-    scores = _scaled(logits[which], [sequences[row].request.sampling for row in asked])
-    return Chosen(ids, _logprobs(scores, ids[which].clamp(min=0), tops), asked, tops)
+    samplings, which = [sequences[row].request.sampling for row in asked], _there(asked, scores.device)
+    named = [tuple(dict.fromkeys(sampling.logprob_tokens)) for sampling in samplings]
+    tops = [len(tokens) or sampling.logprobs or 0 for sampling, tokens in zip(samplings, named, strict=True)]
+    logprobs = _logprobs(_scaled(logits[which], samplings), ids[which].clamp(min=0), max(tops), named)
+    return Chosen(ids, logprobs, asked, tops)
 
 
 def _scaled(logits: Tensor, samplings: list[Sampling]) -> Tensor:
@@ -94,25 +101,32 @@ def depends_on_tokens(sampling: Sampling) -> bool:
     return bool(penalties or sampling.bad_sequences) or sampling.guide is not None
 
 
-def logprobs_of(logits: Tensor, ids: list[int], tops: list[int | None]) -> list[Token]:
-    """Return these tokens with their log probabilities, and with those of so many of the most likely tokens."""
-    found = _logprobs(logits, _there(ids, logits.device), tops).tolist()
-    return [_token(id, row, count) for id, row, count in zip(ids, found, tops, strict=True)]
+def logprobs_of(logits: Tensor, ids: list[int], tops: int) -> list[Token]:
+    """Return these tokens with their log probabilities and ranks, and with the log probabilities of so many of the most likely tokens."""
+    there = _there(ids, logits.device)
+    found = _logprobs(logits, there, tops).tolist()
+    ranks = (logits >= logits.gather(1, there.unsqueeze(1))).sum(dim=1).tolist()
+    return [_token(id, row, tops, rank) for id, row, rank in zip(ids, found, ranks, strict=True)]
 
 
-def _logprobs(logits: Tensor, ids: Tensor, tops: list[int | None]) -> Tensor:
-    """Return in each row that of its token, then the most likely tokens, then theirs, in float64, which holds all of them as they are."""
+def _logprobs(logits: Tensor, ids: Tensor, most: int, named: Iterable[tuple[int, ...]] = ()) -> Tensor:
+    """Return in each row that of its token, then the most likely tokens, then theirs, in float64, which holds all of them as they are. Rows with
+    `named` tokens have those instead of the most likely."""
     logprobs = logits - logits.logsumexp(
         dim=-1, keepdim=True
     )  # log_softmax of a CPU is off by 1e-5 over a large vocabulary
-    values, which = logprobs.topk(min(max(count or 0 for count in tops), logits.shape[1]), dim=-1)
+    values, which = logprobs.topk(min(most, logits.shape[1]), dim=-1)
+    for row, tokens in enumerate(named):
+        if tokens:
+            there = which[row, : len(tokens)] = _there(list(tokens), logits.device)
+            values[row, : len(tokens)] = logprobs[row, there]
     return torch.cat([each.double() for each in (logprobs.gather(1, ids.unsqueeze(1)), which, values)], dim=1)
 
 
-def _token(id: int, row: list[float], count: int | None) -> Token:
+def _token(id: int, row: list[float], count: int, rank: int = 0) -> Token:
     most = len(row) // 2
     tops = tuple((int(which), logprob) for which, logprob in zip(row[1 : 1 + most], row[1 + most :], strict=True))
-    return Token(id, row[0], tops[: count or 0])
+    return Token(id, row[0], tops[:count], rank)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -125,13 +139,13 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     return _shifted(_mixed(_mixed(seeds) + positions), 12).double() * 2.0**-52
 
 
-def seed_of(sequence: Sequence) -> int:
+def seed_of(sequence: Row) -> int:
     """Return the seed of a completion, int64: from the request's seed, and the completion's number in the request."""
     seed = (sequence.request.sampling.seed or 0) + sequence.completion * GOLDEN
     return _signed(seed)
 
 
-def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
+def _draw(scores: Tensor, sequences: Items[Row]) -> Tensor:
     """Draw by the inverse of the cumulative distribution, in the order of the tokens' numbers. Then rounding hardly ever changes which
     token is drawn."""
     device, samplings = scores.device, [sequence.request.sampling for sequence in sequences]
@@ -166,7 +180,7 @@ def _truncated(scores: Tensor, samplings: list[Sampling]) -> Tensor:
     return scores
 
 
-def _shaped(logits: Tensor, sequences: list[Sequence], ends: frozenset[int], allowed: dict[int, Tensor]) -> Tensor:
+def _shaped(logits: Tensor, sequences: Items[Row], ends: frozenset[int], allowed: dict[int, Tensor]) -> Tensor:
     """Return the scores to choose from: the logits after penalties and biases, without the tokens that may not come."""
     shaping = []
     for row, sequence in enumerate(sequences):
@@ -183,7 +197,7 @@ def _shaped(logits: Tensor, sequences: list[Sequence], ends: frozenset[int], all
     return scores
 
 
-def _shape(scores: Tensor, sequence: Sequence, ends: frozenset[int], allowed: Tensor | None) -> None:
+def _shape(scores: Tensor, sequence: Row, ends: frozenset[int], allowed: Tensor | None) -> None:
     """Shape one row, in place."""
     how, device = sequence.request.sampling, scores.device
     if how.repetition_penalty != 1.0:

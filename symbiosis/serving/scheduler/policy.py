@@ -17,6 +17,7 @@ MOST_OVERTAKEN = 32  # times that one may be passed by; then nobody overtakes it
 LONGER = 2  # times as many tokens left to compute: then a prompt gives way to another
 PART = 0.2  # of the rows of shorter prompts: what longer ones get beside them; twice that where tenants share
 SHORT = 64  # tokens of a prompt that is not worth cutting
+DRAFTED = 16  # rows of tokens and draft tokens together: more take a step longer than they are worth
 INPUT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, to its tenant
 
 
@@ -40,6 +41,8 @@ class Waits(Wants, Protocol):
     def version(self) -> int: ...
     @property
     def has_begun(self) -> bool: ...
+    @property
+    def priority(self) -> int: ...
 
 
 class Runs(Protocol):
@@ -174,6 +177,22 @@ def by_fairness(waiting: Iterable[S], counters: Mapping[str, float]) -> Iterator
             break
 
 
+def by_priority(order: Iterable[W]) -> Iterator[W]:
+    """Order each tenant's sequences by priority, the lowest first. They share the places that the tenant has in this order, so nothing changes for others.
+
+    >>> from types import SimpleNamespace as S
+    >>> queue = [S(tenant="a", priority=0, name=1), S(tenant="b", priority=5, name=2), S(tenant="a", priority=-1, name=3)]
+    >>> [each.name for each in by_priority(queue)]
+    [3, 2, 1]
+    """
+    places = list(order)
+    queues: dict[str, list[W]] = {}
+    for sequence in places:
+        queues.setdefault(sequence.tenant, []).append(sequence)
+    urgent = {tenant: iter(sorted(queue, key=lambda each: each.priority)) for tenant, queue in queues.items()}
+    return (next(urgent[place.tenant]) for place in places)
+
+
 def lifted(counters: Mapping[str, float], tenant: str, active: Iterable[str]) -> float:
     """Return the counter of a tenant that comes, or comes back: no tenant saves up by staying away.
 
@@ -268,6 +287,15 @@ def _paid(prompt: Prompt, credit: float, room: int, whole: bool) -> int:
         count = prompt.uncomputed if prompt.owed >= prompt.uncomputed else 0
     prompt.owed -= count
     return count
+
+
+def draft_tokens(decoding: int, most: int) -> int:
+    """Return how many draft tokens each of so many sequences has in a step: fewer where there are many, and none where their own tokens fill it.
+
+    >>> [draft_tokens(decoding, 8) for decoding in (1, 2, 4, 8, 64)]
+    [8, 7, 3, 1, 0]
+    """
+    return max(0, min(most, DRAFTED // decoding - 1))
 
 
 def too_late(waiting: Iterable[W], now: float, first_token_s: float, takes_s: float) -> list[W]:

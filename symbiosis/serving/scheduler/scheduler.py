@@ -25,6 +25,7 @@ from symbiosis.serving.scheduler import policy
 from symbiosis.serving.scheduler.pace import Pace
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, ScheduledRequest, SchedulerOutput, Sequence
 from symbiosis.serving.serve_options import Policy
+from symbiosis.serving.speculation.speculation import Speculation
 
 PREFETCHED = 4  # adapters of the queue that are brought before their turn
 UNKNOWN = 0  # stands for a token that is on its way
@@ -74,6 +75,7 @@ class Scheduler:
 
     Args:
         release: Called with each sequence that leaves the batch, to free its blocks.
+        speculation: Drafts tokens for sequences that decode.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class Scheduler:
         residency: ResidentAdapters | None = None,
         rules: StepRules | None = None,
         release: Callable[[Sequence], None] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
+        self._speculation = speculation
         self.rules, self.counts = rules or StepRules(), Counts()
         # how many tokens of a prompt are computed at a time at most; None if all are
         self.piece = None if self.rules.whole_prompts else self.rules.prefill_tokens
@@ -98,7 +102,7 @@ class Scheduler:
         self._takes = policy.Mean()  # seconds from joining to the first token
         self._untried: set[Sequence] = set()  # those that have come since any could join
         self._something_changed = False  # so that a sequence may be able to join
-        self._is_ahead = False
+        self._is_ahead = self._has_priorities = False
 
     def add(self, sequences: list[Sequence]) -> None:
         """Add the completions of one request. The first one computes the prompt, and the others find it."""
@@ -188,18 +192,28 @@ class Scheduler:
 
     def launched(self, step: SchedulerOutput) -> dict[Sequence, int]:
         """Note that the keys and values of a step are about to be computed, before those of any later step. Each sequence that chooses is
-        then longer by a token, whatever it will be: return where in its tokens that comes."""
+        then longer by a token, whatever it will be, and by its draft tokens: return where in its tokens these come."""
         places = {}
         for segment in step.segments:
             segment.sequence.computed = segment.end
             if segment.chooses:
                 places[segment.sequence] = len(segment.sequence.tokens)
-                segment.sequence.tokens.append(UNKNOWN)
+                segment.sequence.tokens += (*segment.drafts, UNKNOWN)
         return places
+
+    def choose(self, segment: ScheduledRequest, place: int, tokens: list[int]) -> None:
+        """Note which tokens a segment has chosen, at this place. What was computed for draft tokens that were not chosen is given up, with its
+        pages."""
+        sequence = segment.sequence
+        sequence.tokens[place : place + 1 + len(segment.drafts)] = tokens
+        if segment.drafts and self._speculation is not None:
+            sequence.computed -= 1 + len(segment.drafts) - len(tokens)
+            self._blocks.shrink(sequence)
+            self._speculation.learn(sequence, len(segment.drafts), len(tokens) - 1)
 
     def advance(self, step: SchedulerOutput, now: float) -> None:
         """Note that a step was computed. All its tokens are known now."""
-        if len(step.segments) < step.rows:  # there are prompts in it
+        if step.has_prompts:
             self._pace.computed(step.rows, now - max(step.began, self._advanced))
         self._advanced = now
         running = set(self.running)
@@ -209,7 +223,8 @@ class Scheduler:
             self._blocks.keep(sequence)
             if segment.chooses:
                 if self.rules.policy == "vtc":
-                    self._counters[sequence.tenant] += policy.OUTPUT_COST
+                    chosen = sequence.computed - segment.position if segment.drafts else 1
+                    self._counters[sequence.tenant] += policy.OUTPUT_COST * chosen
                 if segment.end == sequence.prompt_length and sequence.is_first:
                     self._takes = self._takes.after(now - sequence.began)
             if segment.end >= sequence.prompt_length:
@@ -218,6 +233,13 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=ORDER)
+        self._has_priorities = self._has_priorities or sequence.priority != 0
+        if self._has_priorities:
+            # places are exchanged for good: one that was only lent would be its tenant's again and again
+            orders = [each.order for each in self.waiting]
+            self.waiting = list(policy.by_priority(self.waiting))
+            for each, order in zip(self.waiting, orders, strict=True):
+                each.order = order
         self._untried.add(sequence)
         self._something_changed = True
 
@@ -257,6 +279,7 @@ class Scheduler:
             return
         if not self._batch(self.running, self._of_tenant).may_take(0, sequence.tenant):
             longer = [each for each in longer if each.tenant == sequence.tenant]
+        longer = [each for each in longer if each.tenant != sequence.tenant or each.priority >= sequence.priority]
         if not self._has_room_without(longer, sequence):
             return
         counts = range(len(longer) + 1)
@@ -291,7 +314,8 @@ class Scheduler:
             return policy.by_fairness(waiting, self._counters)
         if self.rules.policy == "abort":
             given_way, new = [each for each in waiting if each.began], [each for each in waiting if not each.began]
-            return [*given_way, *policy.by_deadline(new, self._arrivals.at(now), self._begun.at(now))]
+            by_deadline = policy.by_deadline(new, self._arrivals.at(now), self._begun.at(now))
+            return [*given_way, *policy.by_priority(by_deadline)]
         return waiting
 
     def _start(self, sequence: Sequence, now: float) -> bool:
@@ -354,13 +378,28 @@ class Scheduler:
             upto = sequence.computed + count
             if count and (upto <= len(sequence.blocks) * BLOCK or self._has_room(sequence, upto)):
                 parts.append((sequence, count))
+        drafts = self._drafts([each for each, _ in parts if each.uncomputed == 1 and len(each.tokens) > each.brought])
         segments: list[ScheduledRequest] = []
         first = 0
         for sequence, count in sorted(parts, key=lambda part: part[0].version):
-            chooses = sequence.computed + count == len(sequence.tokens)
-            segments.append(ScheduledRequest(sequence, first, count, sequence.computed, chooses))
+            chooses, drafted = sequence.computed + count == len(sequence.tokens), drafts.get(sequence, ())
+            count += len(drafted)
+            segments.append(ScheduledRequest(sequence, first, count, sequence.computed, chooses, drafted))
             first += count
         return SchedulerOutput(tuple(segments), began=now) if segments else None
+
+    def _drafts(self, decoding: list[Sequence]) -> dict[Sequence, tuple[int, ...]]:
+        """Return the draft tokens of sequences that decode, as far as there are places for them, and pages that no sequence needs for its next token."""
+        if self._speculation is None or not decoding:
+            return {}
+        drafts = self._speculation.drafts(decoding, policy.draft_tokens(len(decoding), self._speculation.most))
+        for sequence, drafted in drafts.items():
+            upto = len(sequence.tokens) + len(drafted)
+            more = self._blocks.needed(upto) - len(sequence.blocks) * self._blocks.layers
+            if more > 0 and more + len(self.running) * self._blocks.layers <= self._blocks.spare():
+                self._blocks.grow(sequence, upto)
+            drafts[sequence] = drafted[: len(sequence.blocks) * BLOCK - len(sequence.tokens)]
+        return drafts
 
     def _sharer(self, sequence: Sequence) -> str:
         """Who shares a step's rows of prompts alike with others: tenants, if the policy is fair."""
@@ -401,5 +440,7 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
         self._release(sequence)
+        if self._speculation is not None:
+            self._speculation.forget(sequence)
         if is_pinned and sequence.adapter is not None and self._residency is not None:
             self._residency.unpin(sequence.adapter)

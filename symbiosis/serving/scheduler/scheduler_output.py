@@ -61,7 +61,11 @@ class Sequence:
         self.prompt_length = self.virtual + len(request.prompt)
         self.brought = self.prompt_length + (len(request.chosen[self.completion]) if request.chosen else 0)
         self.is_first = self.completion == (request.under_way[0] if request.ended else 0)
-        self.scores_prompt = request.prompt_logprobs and self.is_first
+        self.scores_prompt = request.prompt_logprobs is not None and self.is_first
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
 
     @property
     def uncomputed(self) -> int:
@@ -90,11 +94,24 @@ class ScheduledRequest:
     first: int  # row of the step
     rows: int
     position: int
-    chooses: bool  # whether the last row's logits are wanted
+    chooses: bool  # whether the last row's logits are wanted, and those of the rows before each draft token
+    drafts: tuple[int, ...] = ()  # tokens that may be chosen next, whose rows are the last ones
 
     @property
     def end(self) -> int:
         return self.position + self.rows
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of its rows."""
+        known = self.sequence.tokens[self.position : self.end - len(self.drafts)]
+        return [*known, *self.drafts] if self.drafts else known
+
+    @property
+    def choices(self) -> range:
+        """The rows of the step whose logits choose tokens."""
+        end = self.first + self.rows
+        return range(end - 1 - len(self.drafts), end) if self.chooses else range(0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -118,6 +135,15 @@ class SchedulerOutput:
     def rows(self) -> int:
         last = self.segments[-1]
         return last.first + last.rows
+
+    @property
+    def choices(self) -> list[int]:
+        """The rows whose logits choose tokens."""
+        return [row for segment in self.segments for row in segment.choices]
+
+    @property
+    def has_prompts(self) -> bool:
+        return any(each.rows > 1 + len(each.drafts) for each in self.segments)
 
     def without(self, unknown: Container[Sequence]) -> "SchedulerOutput":
         """Return what was computed of the step for good if these sequences choose no token: all but the last row of each."""
