@@ -94,7 +94,7 @@ def http_process(engine: Engine, training: Any = None, **options: Any) -> Iterat
             http.start(http_words(listener, theirs, FrontOptions(**options)), (listener.fileno(), theirs.fileno()))
         welcome = EngineReady(
             model=options["model"], longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
-            ends=tuple(engine.ends),
+            width=engine.width, ends=tuple(engine.ends),
         )  # fmt: skip
         link = EngineServer(engine, ours, welcome, training and training.ask)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -30,6 +30,28 @@ class InLines(typer.core.TyperCommand):
             raise typer.Exit(2) from None
 
 
+class ServeCommand(InLines):
+    """`symbiosis serve`, which takes several adapters behind one --lora-modules, as vLLM's users write them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spread(args, "--lora-modules"))
+
+
+def spread(words: list[str], option: str) -> list[str]:
+    """Repeat an option before each of the values that follow it, NAME=VALUE or JSON.
+
+    >>> spread(["--lora-modules", "a=x", "b=y", "demo"], "--lora-modules")
+    ['--lora-modules', 'a=x', '--lora-modules', 'b=y', 'demo']
+    """
+    found: list[str] = []
+    is_open = False
+    for before, word in zip(["", *words], words, strict=False):
+        is_value = is_open and before != option and not word.startswith("-") and ("=" in word or word.startswith("{"))
+        is_open = word == option or before == option or is_value
+        found += [option, word] if is_value else [word]
+    return found
+
+
 def takes(kind: type[msgspec.Struct], **more: Any) -> Callable[[Callable[[Given, Path | None], None]], Callable[..., None]]:  # fmt: skip
     """Make a command of a function: it is called with what the command line has given, and with the file of --config.
 

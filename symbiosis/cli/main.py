@@ -13,7 +13,7 @@ import typer
 from symbiosis.base.memory import look_seldom
 from symbiosis.build import build
 from symbiosis.cli import cluster
-from symbiosis.cli.commands import Given, InLines, takes
+from symbiosis.cli.commands import Given, InLines, ServeCommand, takes
 from symbiosis.errors import ConfigError
 from symbiosis.executor.options import Options, load_as, load_options
 from symbiosis.protocol.endpoints import default_endpoints
@@ -64,7 +64,7 @@ def executor(given: Given, config: Path | None) -> None:
     run(model, options)
 
 
-@app.command("serve", cls=InLines)
+@app.command("serve", cls=ServeCommand)
 @takes(ServeOptions)
 def serve(given: Given, config: Path | None) -> None:
     """Serve MODEL and any number of adapters of it by OpenAI's API."""

@@ -11,6 +11,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,6 +24,7 @@ from symbiosis.server import page
 from symbiosis.server.api_errors import ApiError, failed, wrong
 from symbiosis.server.api_keys import Keys, Tenant
 from symbiosis.server.bodies import Bodies, until_hung_up
+from symbiosis.server.cors import Cors
 from symbiosis.server.ipc.tenant_threads import LARGE, MANY_CHOICES, TenantThreads
 from symbiosis.server.observer import Observer
 from symbiosis.server.request_record import begin, this_request
@@ -35,7 +37,7 @@ UNKNOWN_HOST = (
 )
 SECRET_HEADER = "X-Symbiosis-Cluster"  # with which a front end shows the cluster's secret
 URL_HEADER = "X-Symbiosis-Url"  # with which it tells what it was asked for
-OPEN = ("/health", "/ping", "/metrics", "/version")  # for probes and Prometheus
+OPEN = ("/health", "/ping", "/metrics", "/version", "/openapi.json")  # for probes and Prometheus
 FOR_FRONT_ENDS = "this server is one of a cluster, and takes requests from its front ends only: ask the cluster's address, which `symbiosis cluster status` shows"
 ID_HEADER = b"x-request-id"
 
@@ -48,7 +50,14 @@ class ApiState:
         allowed_hosts: Names by which it is asked for. By default, any where keys are needed, which no page of another site knows; else those
             of this host.
         processes: How many keep the limits of keys together.
+
+    Attributes:
+        cors: The pages of other sites that may use it.
+        root_path: What a proxy in front puts before each path.
     """
+
+    cors = Cors()
+    root_path = ""
 
     def __init__(
         self, api_keys: str | None, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = (), tracing: Tracing | None = None,
@@ -63,7 +72,8 @@ class ApiState:
         """Return who sends a request, by its header, or by an authorization that is known otherwise."""
         if self.keys.are_needed:
             tenant = self.keys.tenant(authorization or request.headers.get("authorization"))
-        elif is_of_another_site(request.headers):  # a page cannot know a key
+        elif is_of_another_site(request.headers) and not self.cors.allows(request.headers.get("origin")):
+            # a page cannot know a key
             message = "a web page of another site may not use a server without API keys"
             raise ApiError(403, message, code="forbidden", reason="foreign_page")
         else:
@@ -71,11 +81,12 @@ class ApiState:
         this_request().tenant = tenant.name
         return tenant
 
-    def administrator(self, request: Request) -> None:
-        """Raise `ApiError` unless whoever sends this request may add, replace and remove adapters, which belong to everybody."""
-        if not self.tenant(request).may_change_adapters:
+    def administrator(self, request: Request) -> Tenant:
+        """Return who sends a request. Raises `ApiError` unless they may add, replace and remove adapters, which belong to everybody."""
+        if not (tenant := self.tenant(request)).may_change_adapters:
             message = "this key may not change adapters: `admin` in its line of the server's keys allows it"
             raise ApiError(403, message, code="forbidden", reason="not_administrator")
+        return tenant
 
     async def made(self, request: Request, tenant: Tenant, size: int, choices: int, make: Callable[[], Made]) -> Made:
         """Return what `make` makes of a body of so many bytes and choices. Of a large one it is made in a thread, so that nobody waits for it,
@@ -106,11 +117,18 @@ class Api:
         self._hosts, self._observer, self._secret = state.hosts, state.observer, secret.encode()
         routes = [Route(path, partial(handler, state), methods=[method]) for method, path, handler in table]
         handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path, Exception: _failed}
-        self._app = Starlette(routes=routes, exception_handlers=handlers)
+        self._app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
+        self._root = state.root_path
+        if (cors := state.cors).origins:
+            self._app = CORSMiddleware(
+                self._app, cors.origins, cors.methods, cors.headers, cors.credentials, expose_headers=[ID_HEADER.decode()]
+            )  # fmt: skip
         # which are few: what is asked for is not
         self._paths: dict[Any, str] = {route.endpoint: route.path for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._root and f"{scope['path']}/".startswith(f"{self._root}/"):
+            scope["path"] = scope["path"][len(self._root) :] or "/"
         headers, observer = Headers(scope=scope), self._observer
         app: ASGIApp = self._app
         record = begin(headers)

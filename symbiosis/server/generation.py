@@ -37,6 +37,7 @@ class Delta(msgspec.Struct, gc=False):
     tokens: list[Token] = []
     finish: str | None = None
     so_far: int = 0  # tokens that the choice has with these
+    vector: bytes = b""  # of a prompt of which one is wanted
     prompt_logprobs: bytes = b""  # packed: they wait for those of all other prompts, and take little room so
 
 
@@ -190,6 +191,9 @@ class Generation:
         if self.held is not None and not self.held.take(_logprobs(output.tokens)):
             self._fail(ApiError(503, NO_ROOM, retry_s=1.0, reason="share_of_key"))
             return
+        if output.vector:
+            choice.delta.vector = output.vector
+            self._record.vector(output.begun)
         if output.prompt_logprobs:  # they come once, with the first output of a request
             packed = msgspec.msgpack.encode(output.prompt_logprobs)
             for each in self._open[output.request].values():

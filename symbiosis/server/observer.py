@@ -54,10 +54,11 @@ class Observer:
         if record.model:
             self.completions[record.model, record.tenant] += record.choices
             self.tokens[record.model, record.tenant] += record.count
-        if record.first:
+        if record.last:
             for labelled, key in ((self.tenants, (record.tenant,)), (self.adapters, (record.model, record.adapter))):
                 series = labelled.shown[labelled.label(key)]
-                series.first_token_s.observe(record.first - record.came)
+                if record.first:
+                    series.first_token_s.observe(record.first - record.came)
                 if record.is_whole:
                     series.whole_s.observe(record.last - record.came)
                 if record.is_whole and record.count > record.choices:

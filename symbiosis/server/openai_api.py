@@ -14,10 +14,11 @@ from starlette.types import ASGIApp
 
 from symbiosis.base.folders import temporary_folder
 from symbiosis.build import build
-from symbiosis.server import api_app, openai_protocol, page
+from symbiosis.server import api_app, generate_routes, openai_protocol, openapi, page, pooling_routes
 from symbiosis.server.api_app import Api, json_response
 from symbiosis.server.api_errors import ApiError, storing, unknown_model, wrong
 from symbiosis.server.api_keys import Admission, Tenant
+from symbiosis.server.body_readers import takes
 from symbiosis.server.generation import Generation
 from symbiosis.server.ipc.engine_ipc import AdapterInfo
 from symbiosis.server.long_reply import LongReply
@@ -55,7 +56,7 @@ class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def make_app(front: ServingState) -> ASGIApp:
-    table = [
+    table: list[tuple[str, str, Any]] = [
         ("POST", "/v1/completions", completions),
         ("POST", "/v1/chat/completions", chat),
         ("POST", "/v1/responses", responses),
@@ -63,6 +64,13 @@ def make_app(front: ServingState) -> ASGIApp:
         ("DELETE", "/v1/responses/{id}", delete_response),
         ("POST", "/tokenize", tokenize),
         ("POST", "/detokenize", detokenize),
+        ("POST", "/generate", generate_routes.generate),
+        ("POST", "/generate_stream", generate_routes.generate_stream),
+        ("POST", "/", generate_routes.either),
+        ("POST", "/v1/embeddings", pooling_routes.embeddings),
+        ("POST", "/classify", pooling_routes.classify),
+        *(("POST", path, pooling_routes.score) for path in ("/score", "/v1/score")),
+        *(("POST", path, pooling_routes.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         ("GET", "/v1/models", models),
         ("GET", "/v1/models/{name:path}", model),
         ("POST", "/v1/load_lora_adapter", load_adapter),
@@ -78,6 +86,8 @@ def make_app(front: ServingState) -> ASGIApp:
         ("GET", "/figures", figures),
         ("GET", "/", api_app.shown_page),
     ]
+    described = openapi.document(table, front.keys.are_needed, front.options.root_path)
+    table.append(("GET", "/openapi.json", partial(_described, json_response(described).body)))
     if not front.options.trains:
         return Api(front, table, front.remote.welcome.secret)
     from symbiosis.server.tinker.routes import Tinker
@@ -85,11 +95,14 @@ def make_app(front: ServingState) -> ASGIApp:
     return Api(front, [*table, *Tinker(front).table], front.remote.welcome.secret)
 
 
-async def completions(front: ServingState, request: Request) -> ASGIApp:
-    tenant = front.tenant(request)
-    tenant.check(1, front.keys.clock())
-    data = await front.bodies.read(request, front.options.max_body_bytes)
-    body = openai_protocol.read(openai_protocol.CompletionBody, data)
+async def _described(document: bytes, front: ServingState, request: Request) -> ASGIApp:
+    return Response(document, media_type="application/json")
+
+
+@takes(openai_protocol.CompletionBody)
+async def completions(
+    front: ServingState, request: Request, tenant: Tenant, body: openai_protocol.CompletionBody, size: int
+) -> ASGIApp:
     if body.max_tokens == 0 and not body.echo:
         raise wrong("max_tokens=0 goes with echo=true", "max_tokens")
     given, adapter = front.prompts.several(body.prompt), await front.adapter(tenant, body.model)
@@ -97,7 +110,7 @@ async def completions(front: ServingState, request: Request) -> ASGIApp:
     with front.admitted(tenant, body, len(given), most) as admission:
         choices = len(given) * body.n
         made = await front.made(
-            request, tenant, len(data), choices, lambda: _completion(front, admission, body, given, adapter)
+            request, tenant, size, choices, lambda: _completion(front, admission, body, given, adapter)
         )
         return _reply(front, admission, body, *made)
 
@@ -136,12 +149,11 @@ def _prompt_tops(body: openai_protocol.CompletionBody, most: int) -> int | None:
     return max(asked, default=None)
 
 
-async def chat(front: ServingState, request: Request) -> ASGIApp:
-    tenant = front.tenant(request)
-    tenant.check(1, front.keys.clock())
-    data = await front.bodies.read(request, front.options.max_body_bytes)
-    body = openai_protocol.read(openai_protocol.ChatBody, data)
-    return await _answered(front, request, tenant, body, len(data), _reply)
+@takes(openai_protocol.ChatBody)
+async def chat(
+    front: ServingState, request: Request, tenant: Tenant, body: openai_protocol.ChatBody, size: int
+) -> ASGIApp:
+    return await _answered(front, request, tenant, body, size, _reply)
 
 
 async def _answered(
@@ -210,11 +222,8 @@ def _reply(
     return LongReply(generation, words, body, admission.end)
 
 
-async def responses(front: ServingState, request: Request) -> ASGIApp:
-    tenant = front.tenant(request)
-    tenant.check(1, front.keys.clock())
-    data = await front.bodies.read(request, front.options.max_body_bytes)
-    body = openai_protocol.read(ResponsesBody, data)
+@takes(ResponsesBody)
+async def responses(front: ServingState, request: Request, tenant: Tenant, body: ResponsesBody, size: int) -> ASGIApp:
     id = body.previous_response_id
     before = front.responses.messages(tenant.name, id) if id is not None else []
 
@@ -231,7 +240,7 @@ async def responses(front: ServingState, request: Request) -> ASGIApp:
         assert isinstance(words, ChatWords)
         return ResponsesReply(generation, words, body, keep, admission.end, front.options.server)
 
-    return await _answered(front, request, tenant, body.chat(before), len(data), reply)
+    return await _answered(front, request, tenant, body.chat(before), size, reply)
 
 
 async def one_response(front: ServingState, request: Request) -> ASGIApp:
@@ -282,9 +291,8 @@ def _told(front: ServingState, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": front.started, "owned_by": "symbiosis", "root": name}
 
 
-async def load_adapter(front: ServingState, request: Request) -> ASGIApp:
-    front.administrator(request)
-    body = openai_protocol.decoded(LoadBody, await front.bodies.read(request, front.options.max_body_bytes))
+@takes(LoadBody, of_administrators=True)
+async def load_adapter(front: ServingState, request: Request, tenant: Tenant, body: LoadBody, size: int) -> ASGIApp:
     if body.lora_name == front.options.model:
         raise wrong(IS_THE_BASE.format(body.lora_name), "lora_name")
     path = _within(front, body.lora_path)
@@ -294,9 +302,8 @@ async def load_adapter(front: ServingState, request: Request) -> ASGIApp:
     return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-async def unload_adapter(front: ServingState, request: Request) -> ASGIApp:
-    front.administrator(request)
-    body = openai_protocol.decoded(UnloadBody, await front.bodies.read(request, front.options.max_body_bytes))
+@takes(UnloadBody, of_administrators=True)
+async def unload_adapter(front: ServingState, request: Request, tenant: Tenant, body: UnloadBody, size: int) -> ASGIApp:
     await front.remote.ask(type(None), "remove", body.lora_name)
     return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -24,7 +24,7 @@ NO_OBJECT = re.compile("Expected `object.*`, got `[a-z]+`")  # without a field: 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: msgspec.Raw = msgspec.Raw()  # of DEFAULTS
+    include_obfuscation: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # of DEFAULTS
 
 
 class Continuation(msgspec.Struct, forbid_unknown_fields=True):
@@ -95,7 +95,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: msgspec.Raw = msgspec.Raw()
+    guided_json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -106,12 +106,17 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # DEFAULTS
-    store: msgspec.Raw = msgspec.Raw()
-    service_tier: msgspec.Raw = msgspec.Raw()
-    prompt_cache_options: msgspec.Raw = msgspec.Raw()
-    prompt_cache_retention: msgspec.Raw = msgspec.Raw()
-    use_beam_search: msgspec.Raw = msgspec.Raw()
-    length_penalty: msgspec.Raw = msgspec.Raw()
+    store: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    service_tier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_options: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_retention: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    use_beam_search: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    length_penalty: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """What the API calls the engine's fields."""
+        return AS_ASKED
 
     @property
     def follows(self) -> tuple[str, Guide] | None:
@@ -135,7 +140,7 @@ class CompletionBody(Body, kw_only=True):
     logprobs: Whole | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: msgspec.Raw = msgspec.Raw()  # of DEFAULTS
+    suffix: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # of DEFAULTS
 
 
 class ChatBody(Body, kw_only=True):
@@ -156,14 +161,19 @@ class ChatBody(Body, kw_only=True):
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     # HARMLESS
-    prediction: msgspec.Raw = msgspec.Raw()  # an object, of which nothing is made
+    prediction: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # an object, of which nothing is made
     # DEFAULTS
-    functions: msgspec.Raw = msgspec.Raw()
-    function_call: msgspec.Raw = msgspec.Raw()
-    modalities: msgspec.Raw = msgspec.Raw()
-    audio: msgspec.Raw = msgspec.Raw()
-    moderation: msgspec.Raw = msgspec.Raw()
-    web_search_options: msgspec.Raw = msgspec.Raw()
+    functions: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    function_call: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    modalities: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    audio: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    moderation: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    web_search_options: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        most = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return AS_CHAT | most
 
     @property
     def wanted(self) -> int | None:
@@ -211,12 +221,13 @@ def read(kind: type[Kind], data: bytes) -> Kind:
     """Read a body of this kind, in which null is as if it were not there. Raises an `ApiError` that says what is wrong with it."""
     as_written, large = _as_written(kind)  # type: ignore[arg-type]
     told = msgspec.structs.asdict(decoded(as_written, data))
+    bounds = MOST | getattr(kind, "most", {})
     fields = {name: value for name, value in told.items() if value not in (None, NULL) or name in large}
     for name, its_kind in large.items():
         if not (given := bytes(fields.pop(name))):
             continue
-        if len(given) > LITTLE and not MOST[name].holds(given):
-            raise wrong(f"{name} holds too much: at most {MOST[name]}", name)
+        if len(given) > LITTLE and not bounds[name].holds(given):
+            raise wrong(f"{name} holds too much: at most {bounds[name]}", name)
         fields[name] = decoded(its_kind, given, name)
     body = kind(**fields)
     if isinstance(body, Body):
@@ -228,7 +239,7 @@ def read(kind: type[Kind], data: bytes) -> Kind:
 def _as_written(kind: Any) -> tuple[type[msgspec.Struct], dict[str, Any]]:
     """Return a kind of body whose large fields are as they are written: nothing is made of them. And those fields' kinds, by name."""
     there = msgspec.structs.fields(kind)
-    large = {each.name: each.type for each in there if each.name in MOST}
+    large = {each.name: each.type for each in there if each.name in MOST | getattr(kind, "most", {})}
     fields: list[Any] = []
     for each in there:
         if each.required:
@@ -348,6 +359,14 @@ def _check_counts(body: Body) -> None:
         check_length("id", len(body.continuation.id))
     if isinstance(body, ChatBody):
         check_count("messages", sum(map(_parts, body.messages)))
+
+
+def check_parts(messages: list[dict[str, Any]]) -> None:
+    """Raise `ApiError` for more messages, and parts of them, than there may be."""
+    try:
+        check_count("messages", sum(map(_parts, messages)))
+    except Unfit as unfit:
+        raise refused(unfit) from None
 
 
 def _parts(message: dict[str, Any]) -> int:

@@ -3,7 +3,7 @@
 import re
 from functools import lru_cache
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,7 @@ from symbiosis.server.openai_protocol import refused
 from symbiosis.serving.engine.detokenize import chat_text, prompt_tokens
 from symbiosis.serving.engine.limits import Unfit, check_tokens
 
+NO_PROMPT = "a prompt is a text or a list of tokens; several are a list of them"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 GIVEN = {"role", "content", "name", "tool_calls", "tool_call_id"}  # fields of messages that any template may be given
 NOT_SHOWN = (
@@ -26,6 +27,13 @@ NO_TOOLS = (
 REASONING = {"reasoning_content", "reasoning", "thinking"}  # names of one field: transformers gives it by each
 LONGEST_NAME = 256  # of a field
 PARSES = re.compile(r"arguments\b['\"\]]*\s*\|\s*(tojson|items)")
+
+
+class PromptCut(NamedTuple):
+    """How a prompt is made shorter."""
+
+    most: int  # tokens
+    side: str  # which end goes: left or right
 
 
 class Prompts:
@@ -44,32 +52,58 @@ class Prompts:
         self._parses = PARSES.search(self.template) is not None
         self.most_characters = longest * max(map(len, tokenizer.get_vocab()), default=1)
 
-    def several(self, given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-        """Return the prompts of a request: one text, tokens, or a list of either. None is longer than what could fit."""
+    def several(
+        self, given: str | list[str | int | list[int]] | list[str], name: str = "prompt", cut: PromptCut | None = None
+    ) -> list[str | list[int]]:
+        """Return the prompts of a request: one text, tokens, or a list of either. None is longer than what could fit, unless it is cut."""
         several: list[Any] = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
         if len(several) > self._most:
-            raise wrong(f"at most {self._most} prompts", "prompt")
+            raise wrong(f"at most {self._most} prompts", name)
         for each in several:
-            if isinstance(each, str):
-                if len(each) > self.most_characters:
-                    raise too_long(self._longest, f"{len(each)} characters", "prompt")
-            elif not isinstance(each, list):
-                raise wrong("a prompt is a text or a list of tokens; several are a list of them", "prompt")
-            elif len(each) > self._longest:
-                raise too_long(self._longest, f"{len(each)} tokens", "prompt")
+            if not isinstance(each, str | list):
+                raise wrong(NO_PROMPT, name)
+            if isinstance(each, str) and cut is None and len(each) > self.most_characters:
+                raise too_long(self._longest, f"{len(each)} characters", name)
+            if isinstance(each, list) and cut is None and len(each) > self._longest:
+                raise too_long(self._longest, f"{len(each)} tokens", name)
         return several
 
-    def tokens(self, prompt: str | list[int]) -> tuple[int, ...]:
+    def tokens(self, prompt: str | list[int], name: str = "prompt") -> tuple[int, ...]:
         """Return the tokens of a prompt. A long one takes long."""
         if isinstance(prompt, str):
             return prompt_tokens(self._tokenizer, prompt)
         if not all(isinstance(token, int) for token in prompt):
-            raise wrong("a prompt is a text or a list of tokens; several are a list of them", "prompt")
+            raise wrong(NO_PROMPT, name)
         try:
-            check_tokens("prompt", prompt, self._vocabulary)
+            check_tokens(name, prompt, self._vocabulary)
         except Unfit as unfit:
             raise refused(unfit) from None
         return tuple(prompt)
+
+    def of_text(self, text: str, special: bool = True, cut: PromptCut | None = None) -> tuple[int, ...]:
+        """Return the tokens of a text, with the tokenizer's special ones if those are wanted. A cut leaves these."""
+        text = self._fitting(text, cut)
+        whole = tuple(self._tokenizer(text, add_special_tokens=special).input_ids)
+        if cut is None or len(whole) <= cut.most:
+            return whole
+        inner = tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+        own = len(whole) - len(inner)
+        before = next((n for n in range(own + 1) if whole[n : n + len(inner)] == inner), None)
+        if before is None or own >= cut.most:
+            return shortened(whole, cut)
+        kept = shortened(inner, PromptCut(cut.most - own, cut.side))
+        return whole[:before] + kept + whole[before + len(inner) :]
+
+    def of_pair(self, pair: tuple[str, str], cut: PromptCut | None = None) -> tuple[int, ...]:
+        """Return the tokens of two texts as one prompt, as the tokenizer puts them together."""
+        one, other = (self._fitting(text, cut) for text in pair)
+        return shortened(tuple(self._tokenizer(one, other).input_ids), cut)
+
+    def _fitting(self, text: str, cut: PromptCut | None) -> str:
+        """Return as much of a text as a cut may leave."""
+        if cut is None or len(text) <= self.most_characters:
+            return text
+        return text[: self.most_characters] if cut.side == "right" else text[-self.most_characters :]
 
     def sequences(self, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of words: as they stand at the beginning of a text, and behind a blank."""
@@ -146,6 +180,17 @@ class Prompts:
         if content is not None or role != "assistant":
             told["content"] = _text_of(content)
         return told
+
+
+def shortened(tokens: tuple[int, ...], cut: PromptCut | None) -> tuple[int, ...]:
+    """Return what a cut leaves of tokens.
+
+    >>> shortened((1, 2, 3), PromptCut(2, "left")), shortened((1, 2, 3), PromptCut(2, "right")), shortened((1,), PromptCut(2, "left"))
+    ((2, 3), (1, 2), (1,))
+    """
+    if cut is None:
+        return tokens
+    return tokens[: cut.most] if cut.side == "right" else tokens[max(0, len(tokens) - cut.most) :]
 
 
 def too_long(longest: int, size: str, name: str) -> ApiError:

@@ -52,6 +52,10 @@ class RequestRecord:
         self.begun = self.begun or begun
         self.first = self.first or self.last
 
+    def vector(self, begun: float) -> None:
+        """Note that the vector of a prompt has come."""
+        self.last, self.begun = time.monotonic(), self.begun or begun
+
 
 _record: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
 

@@ -17,7 +17,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
-    schema: msgspec.Raw = msgspec.Raw()
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     name: str | None = None
     strict: bool | None = None
     description: str | None = None
@@ -63,23 +63,23 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # DEFAULTS
-    background: msgspec.Raw = msgspec.Raw()
-    context_management: msgspec.Raw = msgspec.Raw()
-    conversation: msgspec.Raw = msgspec.Raw()
-    image: msgspec.Raw = msgspec.Raw()
-    include: msgspec.Raw = msgspec.Raw()
-    max_tool_calls: msgspec.Raw = msgspec.Raw()
-    moderation: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    prompt_cache_options: msgspec.Raw = msgspec.Raw()
-    prompt_cache_retention: msgspec.Raw = msgspec.Raw()
-    reasoning: msgspec.Raw = msgspec.Raw()
-    service_tier: msgspec.Raw = msgspec.Raw()
-    stream_options: msgspec.Raw = msgspec.Raw()
-    top_logprobs: msgspec.Raw = msgspec.Raw()
-    truncation: msgspec.Raw = msgspec.Raw()
-    access_programs: msgspec.Raw = msgspec.Raw()
-    background_options: msgspec.Raw = msgspec.Raw()
+    background: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    context_management: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    conversation: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    image: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    include: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    max_tool_calls: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    moderation: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    prompt: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_options: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    prompt_cache_retention: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    reasoning: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    service_tier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    stream_options: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    top_logprobs: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    truncation: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    access_programs: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    background_options: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
     def messages(self) -> list[Message]:
         """Return the messages that the input stands for."""

@@ -20,7 +20,7 @@ from symbiosis.server.generation import Generation
 from symbiosis.server.ipc.engine_client import EngineClient
 from symbiosis.server.ipc.engine_ipc import FrontOptions
 from symbiosis.server.labelled_figures import Key
-from symbiosis.server.openai_protocol import AS_ASKED, AS_CHAT, Body, ChatBody, Continuation, refused
+from symbiosis.server.openai_protocol import Body, ChatBody, Continuation, refused
 from symbiosis.server.prompts import Prompts, too_long
 from symbiosis.server.request_record import this_request
 from symbiosis.server.response_store import ResponseStore
@@ -35,6 +35,7 @@ from symbiosis.serving.engine.limits import Unfit, check_chosen
 from symbiosis.serving.request import MANY, Request, Sampling
 
 MOST_PROMPT_LOGPROBS = 1 << 22  # log probabilities of prompts that answers under way have: each takes 16 bytes here
+MOST_NUMBERS = 1 << 24  # of vectors that answers under way have: each takes 4 bytes
 MOST_LOGPROBS = 1 << 21  # of tokens that wait for the readers of answers: each takes 100 bytes
 
 
@@ -49,6 +50,7 @@ class ServingState(ApiState):
     ) -> None:
         super().__init__(options.api_keys, options.host, options.allowed_hosts, tracing)
         self.remote, self.tokenizer, self.options = remote, tokenizer, options
+        self.cors, self.root_path = options.cors, options.root_path
         self.prompts = Prompts(tokenizer, remote.welcome.longest, remote.welcome.vocabulary, options.max_requests)
         self.tool_format = options.tool_parser or format_of(self.prompts.template)
         self.uploads = Path(options.uploads or user_folder(Use.TEMPORARY, make=True))  # for adapters that are sent
@@ -58,6 +60,7 @@ class ServingState(ApiState):
             0  # completions that the engine has not been asked for yet, and of how many prompts
         )
         self._prompt_logprobs, self._logprobs = FairShare(MOST_PROMPT_LOGPROBS), FairShare(MOST_LOGPROBS)
+        self.vectors = FairShare(MOST_NUMBERS)
         remote.places = FairShare(max(2, options.max_requests))
         self._metrics: asyncio.Task[bytes] | None = None  # that are being made
 
@@ -99,16 +102,17 @@ class ServingState(ApiState):
         return msgspec.structs.replace(found, waiting=in_flight - found.running)
 
     @contextmanager
-    def admitted(self, tenant: Tenant, body: Body, prompts: int, tokens: int) -> Iterator[Admission]:
+    def admitted(self, tenant: Tenant, body: Body | None, prompts: int, tokens: int) -> Iterator[Admission]:
         """Let a request in, by what is cheap to know of it. If what follows fails, it has never been there.
 
         Args:
-            tokens: How many a completion may have at most.
+            body: What completions of the prompts may be; None if there are none.
+            tokens: How many a completion may have at most, or a prompt without one.
         """
-        completions = prompts * body.n
+        completions = prompts * (1 if body is None else body.n)
         if completions > self.options.max_requests:
             raise wrong(f"at most {self.options.max_requests} completions, and this would be {completions}", "n")
-        if body.continuation is not None:
+        if body is not None and body.continuation is not None:
             if body.continuation.base not in ("", self.remote.welcome.fingerprint):
                 raise ApiError(409, OTHER_BASE, "continuation")
             _check_continuation(body.continuation, completions, self.remote.welcome.longest)
@@ -159,7 +163,7 @@ class ServingState(ApiState):
         if left < (0 if wanted == 0 else 1) or (wanted or 0) > left:
             size = f"{length} of the prompt and {wanted or 1} more"
             message = f"the model takes {longest} tokens, and this would be {size}: shorten the prompt, or {name}"
-            param = "messages" if name == "max_completion_tokens" else "prompt"
+            param = {"max_completion_tokens": "messages", "max_new_tokens": "inputs"}.get(name, "prompt")
             raise wrong(message, param, "context_length_exceeded", "too_long")
         fits = max(1, self.remote.welcome.most_tokens - length)
         return min(fits, default or fits) if wanted is None else wanted
@@ -171,6 +175,14 @@ class ServingState(ApiState):
         if not self.options.trains or not (model.startswith("tinker://") or RUN.fullmatch(model)):
             return model
         return await self.remote.ask_training(str, tenant.name, Resolve(model_path=model))
+
+    def computed_by(self, model: str, adapter: str, sampling: Sampling) -> str | None:
+        """Note in the request's record by what it is computed, and return the adapter, by the engine's name; None for the base."""
+        if not model or len(model) > 256:
+            raise unknown_model(model, [self.options.model])
+        record = this_request()
+        record.model, record.adapter, record.sampling = self.options.model, model, sampling
+        return None if adapter == self.options.model else adapter
 
     def generation(
         self,
@@ -189,15 +201,11 @@ class ServingState(ApiState):
             adapter: By the engine's name, if that is another.
             special: Whether special tokens are part of the text, whatever the body says.
         """
-        before, record, model = body.continuation, this_request(), body.model
-        if not model or len(model) > 256:
-            raise unknown_model(model, [self.options.model])
-        record.model, record.adapter, record.sampling = self.options.model, body.model, sampling
+        before, record = body.continuation, this_request()
+        adapter = self.computed_by(body.model, adapter or body.model, sampling)
         if before is not None and not before.tokens and not before.ended:
             before = None  # nothing of it has been told
         ended = before.ended_of(body.n) if before else {}
-        adapter = adapter or model
-        adapter = None if adapter == self.options.model else adapter
         requests = [
             Request(
                 id=next(self.remote.ids), prompt=prompt, sampling=sampling, adapter=adapter, tenant=admission.tenant.name,
@@ -213,9 +221,7 @@ class ServingState(ApiState):
             except Unfit as unfit:
                 raise refused(unfit) from None
         stops = [Stop(each) for each in body.stops]
-        names = AS_CHAT if isinstance(body, ChatBody) else AS_ASKED
-        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-            names = {**names, "max_tokens": "max_completion_tokens"}
+        names = dict(body.names)
         if (guide := sampling.guide) is not None:
             tools = isinstance(body, ChatBody) and body.tool_use is not None
             names = {**names, guide.kind: body.follows[0] if body.follows and not tools else "tools"}

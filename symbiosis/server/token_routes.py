@@ -6,9 +6,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from symbiosis.server import openai_protocol
 from symbiosis.server.api_app import json_response
 from symbiosis.server.api_errors import wrong
+from symbiosis.server.api_keys import Tenant
+from symbiosis.server.body_readers import takes
 from symbiosis.server.openai_protocol import refused
 from symbiosis.server.serving_state import ServingState
 from symbiosis.server.tools import Tool
@@ -37,14 +38,11 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: list[int]
 
 
-async def tokenize(front: ServingState, request: Request) -> ASGIApp:
-    tenant = front.tenant(request)
-    tenant.check(1, front.keys.clock())
-    data = await front.bodies.read(request, front.options.max_body_bytes)
-    body = openai_protocol.read(TokenizeBody, data)
+@takes(TokenizeBody)
+async def tokenize(front: ServingState, request: Request, tenant: Tenant, body: TokenizeBody, size: int) -> ASGIApp:
     if (body.prompt is None) == (body.messages is None):
         raise wrong("give a prompt or messages", "prompt")
-    tokens = await front.made(request, tenant, len(data), 1, lambda: _tokens(front, body))
+    tokens = await front.made(request, tenant, size, 1, lambda: _tokens(front, body))
     told = {"count": len(tokens), "max_model_len": front.remote.welcome.longest, "tokens": tokens}
     texts = [text_of(front.tokenizer, token) for token in tokens] if body.return_token_strs else None
     return json_response({**told, "token_strs": texts})
@@ -72,12 +70,9 @@ def _tokens(front: ServingState, body: TokenizeBody) -> list[int]:
     return list(of_chat)
 
 
-async def detokenize(front: ServingState, request: Request) -> ASGIApp:
-    tenant = front.tenant(request)
-    tenant.check(1, front.keys.clock())
-    data = await front.bodies.read(request, front.options.max_body_bytes)
-    body = openai_protocol.read(DetokenizeBody, data)
-    return json_response({"prompt": await front.made(request, tenant, len(data), 1, lambda: _text(front, body.tokens))})
+@takes(DetokenizeBody)
+async def detokenize(front: ServingState, request: Request, tenant: Tenant, body: DetokenizeBody, size: int) -> ASGIApp:
+    return json_response({"prompt": await front.made(request, tenant, size, 1, lambda: _text(front, body.tokens))})
 
 
 def _text(front: ServingState, tokens: list[int]) -> str:

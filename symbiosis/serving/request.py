@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -94,8 +94,24 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return frozenset([*self.stop_tokens, *(() if self.ignore_eos else ends)])
 
 
+PoolingKind = Literal["last", "mean", "head"]
+
+
+class Pooling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One vector of a prompt, instead of a completion.
+
+    Args:
+        kind: "last": the last hidden state of its last token. "mean": the mean of those of all its tokens. "head": what the adapter's
+            classification head makes of the last one.
+        activates: Whether the vector is made of length 1; or, by a head, the probabilities of its classes: by a sigmoid of one, else by a softmax.
+    """
+
+    kind: PoolingKind = "last"
+    activates: bool = True
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request for completions of one prompt. `adapter` is a name; None is the base."""
+    """A request for completions of one prompt, or for a vector of it. `adapter` is a name; None is the base."""
 
     id: int
     prompt: tuple[int, ...]
@@ -104,6 +120,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str = ""
     completions: int = 1
     prompt_logprobs: int | None = None  # also of the prompt's tokens, and so many others at each place
+    pooling: Pooling | None = None  # no token is chosen then
     priority: int = 0  # among the waiting requests of its tenant: lower ones first
     may_be_shorter: bool = False  # where fewer than `max_tokens` fit, it has those
     chosen: tuple[tuple[int, ...], ...] = ()  # of each completion: the tokens that another server has chosen already
@@ -144,5 +161,6 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     prompt_tokens: int = 0  # with the first output of a request
     cached_tokens: int = 0  # of the prompt, those whose keys and values were there already
     prompt_logprobs: tuple[Token, ...] = ()
+    vector: bytes = b""  # that pooling makes, float32
     model_version: int = 0  # of the adapter by which it is computed; 0: the base
     begun: float = 0.0  # with the first output: when it joined the batch, by this host's monotonic clock

@@ -23,6 +23,56 @@ NAME = re.compile(r"\w[\w.-]{0,127}")
 SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?([KMGT]iB)?", re.IGNORECASE)
 
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+ROOT_PATH = re.compile(r"(/[\w.~-]+)+")
+
+
+def listed(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what was given one by one, or, as vLLM takes it, as a JSON list.
+
+    >>> listed(("a", '["b", "c"]'))
+    ('a', 'b', 'c')
+    """
+    found: list[str] = []
+    for each in given:
+        try:
+            found += msgspec.json.decode(each, type=list[str]) if each.lstrip().startswith("[") else [each]
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{each!r:.200} is no JSON list of texts: {error}") from None
+    return tuple(found)
+
+
+class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter, as vLLM's --lora-modules takes it."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None  # which vLLM shows as its parent; here that is always the base
+
+
+def lora_modules(given: tuple[str, ...]) -> list[LoraModule]:
+    """Return the adapters that --lora-modules names.
+
+    >>> [(each.name, each.path) for each in lora_modules(("a=/x", '{"name": "b", "path": "/y"}'))]
+    [('a', '/x'), ('b', '/y')]
+    """
+    found: list[LoraModule] = []
+    for each in given:
+        try:
+            if each.lstrip().startswith("["):
+                found += msgspec.json.decode(each, type=list[LoraModule])
+            elif each.lstrip().startswith("{"):
+                found.append(msgspec.json.decode(each, type=LoraModule))
+            else:
+                name, equals, path = each.partition("=")
+                if not (name and equals and path):
+                    raise ConfigError(f"lora-modules: {each!r:.200} is not NAME=PATH, and not JSON")
+                found.append(LoraModule(name, path))
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"lora-modules: {each!r:.200}: {error}") from None
+    return found
+
+
 def size(name: str, value: int | float | str) -> int | float:
     """Return bytes, or, below 1, a share of what is free.
 
@@ -52,6 +102,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "The executor that holds MODEL. Default: one is started, which trainers may use, too."), "URL"] = None
     adapters: Annotated[tuple[str, ...], Doc(
         "A folder of adapters, each in a folder of its name, or one adapter. Repeatable."), "DIR | NAME=PATH"] = ()
+    lora_modules: Annotated[tuple[str, ...], Doc(
+        'One adapter, as vLLM takes it: NAME=PATH, or {"name": NAME, "path": PATH}. Repeatable, or a JSON list.'), "NAME=PATH | JSON"] = ()
     train: Annotated[bool, Doc("Train adapters, too: Tinker's API at the same address. Needs the extra [tinker].")] = False
     checkpoints: Annotated[str | None, Doc(
         "With --train, where checkpoints of all clients lie. Default: ~/.local/state/symbiosis/checkpoints."), "DIR"] = None
@@ -62,9 +114,19 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allowed_hosts: Annotated[tuple[str, ...], Doc(
         "A name by which clients ask for the server, such as that of a proxy; *.DOMAIN: all of a domain; *: any. Repeatable. Default: "
         "this host's name, addresses and, with --api-keys, any."), "NAME"] = ()
+    allowed_origins: Annotated[tuple[str, ...], Doc(
+        "An origin whose pages browsers let use the server (CORS), such as https://example.org; *: any. Repeatable, or a JSON list. Default: "
+        "none."), "ORIGIN"] = ()
+    allowed_methods: Annotated[tuple[str, ...], Doc("With --allowed-origins, a method that they may use. Default: any."), "METHOD"] = ()
+    allowed_headers: Annotated[tuple[str, ...], Doc("With --allowed-origins, a header that they may send. Default: any."), "HEADER"] = ()
+    allow_credentials: Annotated[bool, Doc("With --allowed-origins, whether browsers send cookies along.")] = False
+    root_path: Annotated[str | None, Doc("What a proxy in front puts before each path, such as /llm."), "PATH"] = None
     api_keys: Annotated[str | None, Doc(
         "Lines of `NAME KEY [admin] [requests=N] [tokens_per_s=N] [old_key=KEY old_key_expires=DATE]`; read again when it changes."), "FILE"] = None
     chat_template: Annotated[str | None, Doc("Jinja template that makes a prompt of a chat. Default: the tokenizer's."), "FILE"] = None
+    pooling: Annotated[Literal["last", "mean"] | None, Doc(
+        "What vectors of texts are made of: the last hidden state of the last token, or the mean of those of all. Default: what the "
+        "checkpoint's 1_Pooling/config.json says, else last.")] = None
     tool_parser: Annotated[ToolFormat | None, Doc(
         "In which format the model calls tools: hermes (Qwen, too), llama3_json, mistral or pythonic. Default: what the chat template tells.")] = None
     max_batch: Annotated[int, Doc("Maximum sequences in one step. Default: 64.")] = 64
@@ -105,7 +167,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # fmt: on
 
     def __post_init__(self) -> None:
-        _ = self.memory_size, self.adapter_memory_size  # are checked
+        _ = self.memory_size, self.adapter_memory_size, lora_modules(self.lora_modules)  # are checked
         for name in ("max_batch", "max_tenant_batch", "adapters_in_batch", "max_rank", "first_token_s", "prefill_tokens", "drain_s",
                      "max_body_bytes", "max_adapter_bytes", "max_requests", "max_step_s"):  # fmt: skip
             value = getattr(self, name)
@@ -119,6 +181,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("max-tenant-batch is for each API key: give --api-keys FILE, too")
         if self.checkpoints is not None and not self.train:
             raise ConfigError("checkpoints goes with train")
+        self._check_pages()
         if self.server_name is not None and not NAME.fullmatch(self.server_name):
             raise ConfigError(
                 f"server-name has letters, digits, dots, hyphens and underscores, not {self.server_name!r:.80}"
@@ -128,6 +191,24 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             SpeculateRule.from_text(self.speculate)
         check_dtype(self.dtype)
         check_hosts(self.allowed_hosts)
+
+    def _check_pages(self) -> None:
+        """Check what is told of pages of other sites, and of a proxy."""
+        origins = listed(self.allowed_origins)
+        if wrong := [each for each in origins if each != "*" and not ORIGIN.fullmatch(each)]:
+            raise ConfigError(
+                f"allowed-origins: {wrong[0]!r:.200} is no origin, such as https://example.org, and not *"
+            )
+        if not origins and (self.allowed_methods or self.allowed_headers or self.allow_credentials):
+            raise ConfigError("allowed-methods, allowed-headers and allow-credentials go with allowed-origins")
+        if "*" in origins and self.allow_credentials:
+            raise ConfigError(
+                "allow-credentials goes with origins by name: any page could use the cookies of its visitors"
+            )
+        if self.root_path is not None and not ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"root-path begins with / and does not end so, such as /llm, and is {self.root_path!r:.200}"
+            )
 
     def _check_devices(self) -> None:
         if self.ranks is not None and self.devices != "cpu":

@@ -9,6 +9,7 @@ import openai.types.chat as chats
 import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
+from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses import response_create_params
 from openai.types.shared_params import function_definition, response_format_json_schema
 
@@ -22,6 +23,7 @@ from symbiosis.server.openai_protocol import (
     StreamOptions,
     read,
 )
+from symbiosis.server.pooling_protocol import EmbeddingsBody
 from symbiosis.server.prompts import GIVEN, Prompts
 from symbiosis.server.responses_protocol import ResponsesBody
 from symbiosis.server.tools import Function, Tool
@@ -46,6 +48,7 @@ HONOURED = {
         "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "store", "previous_response_id", "tools",
         "tool_choice", "parallel_tool_calls", "text",
     },
+    EmbeddingsBody: {"input", "model", "dimensions", "encoding_format"},
     Tool: {"type", "function"},
     Function: {"name", "description", "parameters", "strict"},
     StreamOptions: {"include_usage"},
@@ -59,6 +62,7 @@ THEIRS: list[tuple[type, list[Any]]] = [
         ResponsesBody,
         [response_create_params.ResponseCreateParamsNonStreaming, response_create_params.ResponseCreateParamsStreaming],
     ),
+    (EmbeddingsBody, [EmbeddingCreateParams]),
     (Tool, [chats.ChatCompletionFunctionToolParam]),
     (Function, [function_definition.FunctionDefinition]),
     (StreamOptions, [chats.ChatCompletionStreamOptionsParam]),

@@ -1,5 +1,6 @@
 """What can be said of a server, and what is found wrong with it before it starts."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.server.http_process import tokenizer_of
 from symbiosis.server.ipc.engine_ipc import FrontOptions
 from symbiosis.server.launch.preflight import chat_template, check_adapters, check_devices, folder_of, named
-from symbiosis.server.launch.serve_processes import model_name
+from symbiosis.server.launch.serve_processes import model_name, pooling_of
 from symbiosis.serving.engine.detokenize import chat_text
 from symbiosis.serving.runner.model_runner import bytes_of
 from symbiosis.serving.serve_options import ServeOptions
@@ -80,6 +81,46 @@ def test_a_folder_of_adapters_may_have_an_equals_sign_in_its_path(tmp_path: Path
     assert folder_of(options) == folder and list(named(options)) == [("loud", one.resolve())]
     with pytest.raises(ConfigError, match="there is no adapter_config.json in that folder"):
         check_adapters(ServeOptions(model="demo", adapters=(str(tmp_path / "lr=2e-4"),)))
+
+
+def test_adapters_may_be_given_as_vllm_takes_them() -> None:
+    one = DEMO_MODEL / "adapters" / "python"
+    told = json.dumps({"name": "b", "path": str(one), "base_model_name": "demo"})
+    options = ServeOptions(model="demo", lora_modules=(f"a={one}", told, f"[{told}]"))
+    check_adapters(options)
+    assert list(named(options)) == [(name, one.resolve()) for name in ("a", "b", "b")]
+    for wrong in ("python", "=x", '{"name": "a"}', '{"name": "a", "path": "x", "rank": 8}'):
+        with pytest.raises(ConfigError, match="lora-modules"):
+            ServeOptions(lora_modules=(wrong,))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"allowed_origins": ("example.org",)}, "no origin"),
+        ({"allowed_origins": ('["*"',)}, "no JSON list"),
+        ({"allowed_methods": ("GET",)}, "go with allowed-origins"),
+        ({"allowed_origins": ("*",), "allow_credentials": True}, "any page"),
+        ({"root_path": "llm"}, "begins with /"),
+        ({"root_path": "/llm/"}, "begins with /"),
+    ],
+)
+def test_what_is_told_of_pages_and_proxies_is_checked(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ServeOptions(**options)
+
+
+def test_a_checkpoint_says_what_its_vectors_are_made_of(tmp_path: Path) -> None:
+    assert pooling_of(tmp_path) == "last"
+    (tmp_path / "1_Pooling").mkdir()
+    file = tmp_path / "1_Pooling" / "config.json"
+    for text, kind in (
+        ('{"pooling_mode_mean_tokens": true}', "mean"),
+        ('{"pooling_mode_lasttoken": true}', "last"),
+        ("[", "last"),
+    ):
+        file.write_text(text)
+        assert pooling_of(tmp_path) == kind
 
 
 @pytest.mark.parametrize(

@@ -111,9 +111,9 @@ class EngineClient(asyncio.Protocol):
         """End a completion whose text has come to a stop string."""
         self._tell(StopCompletion(id, completion))
 
-    async def ask(self, kind: type[Result], method: str, *arguments: str) -> Result:
+    async def ask(self, kind: type[Result], method: str, *arguments: str, tenant: str = "") -> Result:
         """Call one of the engine's other methods (`engine_server.METHODS`). What it returns is read as this kind."""
-        return await self._answer(kind, lambda number: Ask(number, method, arguments, request_id.get()))
+        return await self._answer(kind, lambda number: Ask(number, method, arguments, request_id.get(), tenant))
 
     async def ask_training(self, kind: type[Result], tenant: str, asked: AnyAsked) -> Result:
         """Ask the training service. What it answers is read as this kind."""

@@ -4,8 +4,9 @@ import struct
 
 import msgspec
 
+from symbiosis.server.cors import Cors
 from symbiosis.server.tinker.tinker_messages import AnyAsked
-from symbiosis.serving.request import Output, Request
+from symbiosis.serving.request import Output, PoolingKind, Request
 
 LENGTH = struct.Struct("<I")
 
@@ -17,6 +18,7 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder: str  # where its tokenizer is
     api_keys: str | None = None
     chat_template: str | None = None  # itself; None: the tokenizer's
+    pooling: PoolingKind = "last"  # what vectors of texts are made of
     tool_parser: str | None = None  # the format in which the model calls tools; None: what the template tells of it
     adapters: str | None = None  # the folder from which clients may load
     max_body_bytes: int = 16 << 20
@@ -25,6 +27,8 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     uploads: str | None = None  # the folder for adapters that are sent; None: the system's for what is temporary
     host: str = "127.0.0.1"  # where it listens
     allowed_hosts: tuple[str, ...] = ()
+    cors: Cors = Cors()
+    root_path: str = ""
     log_format: str = "text"
     trains: bool = False  # whether Tinker's API is there, too
     server: str | None = None  # its name among those of a cluster
@@ -74,6 +78,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     method: str
     arguments: tuple[str, ...] = ()
     request_id: str = ""  # for whom it is
+    tenant: str = ""
 
 
 class AskTraining(msgspec.Struct, tag=True, frozen=True):
@@ -92,6 +97,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     longest: int  # positions
     most_tokens: int  # of them, those for which there is memory
     vocabulary: int
+    width: int = 0  # of vectors of texts
     ends: tuple[int, ...] = ()  # tokens that end answers
     fingerprint: str = ""  # of the base
     secret: str = ""  # of the cluster, whose front ends alone may ask

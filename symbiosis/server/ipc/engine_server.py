@@ -53,9 +53,10 @@ MOST_REFUSED = 4096  # adapters whose refusals are logged once; beyond so many, 
 # which the other process may call, and what is told of their results
 METHODS: dict[str, Any] = {
     "add": AdapterInfo, "remove": None, "check_adapter": None, "adapters": list[AdapterInfo], "adapter_names": list[str],
-    "figures": EngineStats,
+    "figures": EngineStats, "classes_of": int,
 }  # fmt: skip
 MAY_WAIT = ("add", "remove")  # ... and which of them wait until an adapter is read
+OF_TENANTS = ("classes_of",)  # ... or may read one for any tenant
 
 
 class EngineServer:
@@ -129,6 +130,8 @@ class EngineServer:
                             self._engine.stop(id, completion)
                         case AskTraining():
                             self._of_training.submit(message.tenant, partial(self._answer_of_training, message))
+                        case Ask(method=method, tenant=tenant) if method in OF_TENANTS:
+                            self._loading.submit(tenant, partial(self._answer, message))
                         case Ask(method=method):
                             (self._adding if method in MAY_WAIT else self._pool).submit(self._answer, message)
         except (OSError, EOFError, msgspec.MsgspecError) as error:

@@ -19,7 +19,7 @@ from symbiosis.executor.options import Options
 from symbiosis.executor.preflight import SMALLER, check_one_device, check_quantised, check_room, fewer_bits
 from symbiosis.protocol.endpoints import is_within_process, parts_of
 from symbiosis.server.launch import footprint
-from symbiosis.serving.serve_options import ServeOptions
+from symbiosis.serving.serve_options import ServeOptions, lora_modules
 from symbiosis.serving.tensor_parallel.places import must_be_cpus, must_be_reachable
 
 INSTALL = "`symbiosis serve` needs the packages of an extra: pip install 'symbiosis-llm[serve]'"
@@ -100,7 +100,7 @@ def check_adapters(options: ServeOptions) -> None:
             raise ConfigError(f"--adapters {each}: there is no such folder")
     for name, path in named(options):
         if not name or not (path / "adapter_config.json").is_file():
-            raise ConfigError(f"--adapters {name}={path}: there is no adapter_config.json in that folder")
+            raise ConfigError(f"adapter {name}={path}: there is no adapter_config.json in that folder")
 
 
 def check_keys(options: ServeOptions) -> None:
@@ -182,6 +182,8 @@ def named(options: ServeOptions) -> Iterator[tuple[str, Path]]:
         if is_named(each):
             name, _, path = each.partition("=")
             yield name, Path(path).expanduser().resolve()
+    for module in lora_modules(options.lora_modules):
+        yield module.name, Path(module.path).expanduser().resolve()
 
 
 def is_named(given: str) -> bool:

@@ -24,10 +24,12 @@ from symbiosis.build import build
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.model.checkpoint import located, path_of
 from symbiosis.protocol.endpoints import socket_path
+from symbiosis.server.cors import Cors
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions, Started
 from symbiosis.server.ipc.engine_server import EngineServer
 from symbiosis.server.launch.preflight import chat_template, checkpoints_of, folder_of, named
-from symbiosis.serving.serve_options import ServeOptions
+from symbiosis.serving.request import PoolingKind
+from symbiosis.serving.serve_options import ServeOptions, listed
 
 if TYPE_CHECKING:
     from symbiosis.server.tinker.tinker_service import TrainingService
@@ -163,6 +165,11 @@ class ServeProcesses:
             max_adapter_bytes=options.max_adapter_bytes, max_requests=options.max_requests,
             host=options.host, allowed_hosts=options.allowed_hosts, uploads=str(self._uploads), engine=os.getpid(), chat_template=chat_template(options),
             log_format=options.log_format, trains=options.train, server=options.server_name, tool_parser=options.tool_parser,
+            pooling=options.pooling or pooling_of(located(str(options.model))), root_path=options.root_path or "",
+            cors=Cors(
+                listed(options.allowed_origins), listed(options.allowed_methods) or ("*",), listed(options.allowed_headers) or ("*",),
+                options.allow_credentials,
+            ),
         )  # fmt: skip
         with theirs:
             words = http_words(self._listener, theirs, front)
@@ -231,7 +238,7 @@ class ServeProcesses:
         assert self._ours is not None
         welcome = EngineReady(
             model=model_name(self._options), longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
-            ends=tuple(engine.ends), fingerprint=engine.fingerprint, secret=procs.heard, build=build(),
+            width=engine.width, ends=tuple(engine.ends), fingerprint=engine.fingerprint, secret=procs.heard, build=build(),
         )  # fmt: skip
         self._link = EngineServer(engine, self._ours, welcome, self._training.ask if self._training else None)
 
@@ -327,6 +334,15 @@ def http_words(listener: socket.socket, link: socket.socket, options: FrontOptio
 def model_name(options: ServeOptions) -> str:
     """Return the name by which clients ask for the model."""
     return options.served_model_name or str(options.model)
+
+
+def pooling_of(folder: Path) -> PoolingKind:
+    """Return of what a checkpoint's vectors are made, as sentence-transformers notes it beside it."""
+    try:
+        told = json.loads((folder / "1_Pooling" / "config.json").read_text())
+    except (OSError, ValueError):
+        return "last"
+    return "mean" if isinstance(told, dict) and told.get("pooling_mode_mean_tokens") else "last"
 
 
 def must_be_the_model(served: Any, folder: Path, executor: str) -> None:

@@ -59,7 +59,7 @@ class SampleRequest(msgspec.Struct):
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
-    target_prompt_logprobs: msgspec.Raw = msgspec.Raw()
+    target_prompt_logprobs: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None  # which only the hosted service's own loss reads
 

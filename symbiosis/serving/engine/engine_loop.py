@@ -19,6 +19,7 @@ from symbiosis.serving.engine.request_state import RequestState
 from symbiosis.serving.engine.step_bisect import StepBisect
 from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.request import Finish, Token
+from symbiosis.serving.runner.hidden_states import HiddenStates
 from symbiosis.serving.runner.model_runner import GaveWay, ModelRunner, RanksLost
 from symbiosis.serving.sampling.guided_decoding import GuidedDecoding, GuidedText
 from symbiosis.serving.sampling.sampler import Chosen, begin_choice
@@ -50,6 +51,7 @@ class Loop:
         self, served: ModelRunner, scheduler: Scheduler, most: int, on_ended: Callable[[Adapter], None]
     ) -> None:
         self._served, self._scheduler, self._most = served, scheduler, most
+        self.hidden = HiddenStates(served)
         self._under_way: set[int] = set()  # requests, with those that `jobs` will have after this step
         self._coming: dict[int, int] = {}  # of those that `jobs` does not have yet: the tokens of their prompts
         served.gives_way = self._gives_way
@@ -201,6 +203,9 @@ class Loop:
         for segment, tokens in told:
             if not (sequence := segment.sequence).has_ended:
                 self._tell(sequence, tokens, places[sequence] - sequence.prompt_length, now)
+        for segment in step.segments:
+            if segment.pools and not segment.sequence.has_ended:
+                self._tell_vector(segment.sequence)
         self.figures.steps += 1
 
     def _launch(self, step: SchedulerOutput) -> InflightStep | None:
@@ -272,8 +277,7 @@ class Loop:
     def _choose(self, step: SchedulerOutput) -> tuple[SchedulerOutput, Chosen | None]:
         """Return what was computed of a step, and the tokens that it chooses: all but those of texts by a schema of which it is not known yet what
         may come next. They are computed again in the next step. If nothing else is in the step, nothing was computed."""
-        scores = any(segment.sequence.scores_prompt for segment in step.segments)
-        logits = _scored(self._served, self.jobs, step) if scores else self._served.forward(step)
+        logits = self._computed(step)
         rows = choosing(step)
         guided = [each for each in rows if isinstance(each, Sequence) and each.request.sampling.guide is not None]
         allowed, unknown = self._allowed(step, guided) if guided else ({}, set())
@@ -285,6 +289,21 @@ class Loop:
             return step, None
         by_row = {row: allowed[each] for row, each in enumerate(rows) if each in allowed}
         return step, begin_choice(logits, rows, self._served.ends, by_row)
+
+    def _computed(self, step: SchedulerOutput) -> Tensor:
+        """Compute a step, and return the logits of the rows that choose. What is asked of prompts is read beside."""
+        scores = any(segment.sequence.scores_prompt for segment in step.segments)
+        pooled = [each for each in step.segments if each.sequence.request.pooling is not None]
+        compute = partial(_scored, self._served, self.jobs, step) if scores else partial(self._served.forward, step)
+        if not pooled:
+            return compute()
+        with self.hidden.kept():
+            logits = compute()
+            hidden = self.hidden.of(step)
+        for segment in pooled:
+            if (vector := self.jobs[segment.sequence.request.id].vector) is not None:
+                vector.read(segment, hidden[segment.first : segment.first + segment.rows])
+        return logits
 
     def _allowed(
         self, step: SchedulerOutput, sequences: list[Sequence]
@@ -307,8 +326,7 @@ class Loop:
             self.end(job.request.id, Finish.ERROR, job.failure or NOTHING)
             return
         if not sequence.told_at and sequence.is_first:
-            figures.queue_s.observe(sequence.began - sequence.arrived)
-            figures.prompt_tokens += len(job.request.prompt)
+            self._count_prompt(sequence)
         if not sampling.max_tokens:
             self._finish(job, sequence, (), Finish.LENGTH)
             return
@@ -343,14 +361,32 @@ class Loop:
             return Finish.STOP
         return Finish.LENGTH if produced >= sampling.max_tokens else None
 
-    def _finish(self, job: RequestState, sequence: Sequence, tokens: tuple[Token, ...], finish: Finish) -> None:
+    def _tell_vector(self, sequence: Sequence) -> None:
+        """Tell of the vector of a prompt that is computed, which ends its request."""
+        job = self.jobs[sequence.request.id]
+        assert job.vector is not None
+        self._count_prompt(sequence)
+        try:
+            vector = job.vector.packed()
+        except ConfigError as error:
+            self.end(job.request.id, Finish.ERROR, str(error))
+            return
+        self._finish(job, sequence, (), Finish.STOP, vector)
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        self.figures.queue_s.observe(sequence.began - sequence.arrived)
+        self.figures.prompt_tokens += len(sequence.request.prompt)
+
+    def _finish(
+        self, job: RequestState, sequence: Sequence, tokens: tuple[Token, ...], finish: Finish, vector: bytes = b""
+    ) -> None:
         """End one completion, whose text is whole."""
         self._scheduler.finish(sequence)
         self.finished[finish.value] += 1
         self.figures.whole_s.observe(time.monotonic() - sequence.arrived)
         if all(each.has_ended for each in job.sequences):
             self._forget(job)
-        if not job.tell(sequence.completion, tokens, finish):
+        if not job.tell(sequence.completion, tokens, finish, vector=vector):
             self.end(job.request.id, None)
 
     def end(self, request: int, finish: Finish | None, error: str | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_type_hints
 import msgspec
 
 from symbiosis.errors import ConfigError
-from symbiosis.serving.request import MANY, MOST_TOPS, Count, Limit, Request, Sampling
+from symbiosis.serving.request import MANY, MOST_TOPS, Count, Limit, Pooling, Request, Sampling
 
 if TYPE_CHECKING:  # it imports torch, and the process that speaks HTTP does without
     from symbiosis.serving.runner.model_runner import ModelRunner
@@ -139,6 +139,25 @@ def check_chosen(request: Request, vocabulary: int) -> None:
         check_tokens("chosen", request.chosen_of(number), vocabulary)
 
 
+def check_pooling(pooling: Pooling | None, has_head: bool, why_not: str) -> None:
+    """Raise `ConfigError` for a vector, or a text, that the model with this adapter does not make.
+
+    Args:
+        has_head: Whether the adapter classifies.
+        why_not: Why the model makes no vectors, if so.
+    """
+    if pooling is None and has_head:
+        raise Unfit(
+            "model", "is an adapter that classifies texts, and writes none: ask POST /classify, or Engine.classify"
+        )
+    if pooling is None:
+        return
+    if why_not:
+        raise Unfit("model", f"makes none: {why_not}")
+    if pooling.kind == "head" and not has_head:
+        raise Unfit("model", "has no classification head: name an adapter that PEFT has trained with task_type SEQ_CLS")
+
+
 def most_tokens(served: "ModelRunner", piece: int | None, adapter_pages: int = 0) -> int:
     """Return how many tokens a prompt and its answer may have together, beside an adapter of so many pages."""
     pages = served.arena.pool.total - adapter_pages
@@ -170,7 +189,13 @@ def check(request: Request, virtual: int, adapter_pages: int, served: "ModelRunn
     if request.chosen or request.ended:
         check_chosen(request, served.vocabulary)
     sampling, whole = request.sampling, virtual + len(request.prompt) + request.sampling.max_tokens
-    if sampling.max_tokens < 1 and request.prompt_logprobs is None:
+    if request.pooling is not None and (
+        sampling.max_tokens or request.completions > 1 or request.prompt_logprobs is not None
+    ):
+        raise Unfit(
+            "pooling", "is of the prompt alone: it goes with max_tokens=0, one completion, and no prompt_logprobs"
+        )
+    if sampling.max_tokens < 1 and request.prompt_logprobs is None and request.pooling is None:
         raise Unfit("max_tokens", "must be at least 1, not 0")
     if whole > served.longest:
         raise Unfit(

@@ -20,8 +20,9 @@ from symbiosis.client.weights.remote_weight import close_sessions, remote_weight
 from symbiosis.errors import ConfigError
 from symbiosis.serving.engine.engine_loop import Loop
 from symbiosis.serving.engine.engine_stats import EngineStats
-from symbiosis.serving.engine.limits import check, fitted, most_tokens
-from symbiosis.serving.engine.reader import Completion, Reader
+from symbiosis.serving.engine.limits import check, check_pooling, fitted, most_tokens
+from symbiosis.serving.engine.prompt_vector import PromptVector
+from symbiosis.serving.engine.reader import Completion, Reader, vector_of
 from symbiosis.serving.engine.request_state import RequestState
 from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.lora.adapter_cache import AdapterCache
@@ -30,7 +31,7 @@ from symbiosis.serving.lora.adapter_kinds import LoadedAdapter
 from symbiosis.serving.lora.publish import of_trainer
 from symbiosis.serving.lora.registry import AdapterRegistry, Looked
 from symbiosis.serving.lora.target_layers import TargetLayers
-from symbiosis.serving.request import Finish, Guide, Output, Request
+from symbiosis.serving.request import Finish, Guide, Output, Pooling, PoolingKind, Request
 from symbiosis.serving.runner.dense_runner import make_ready
 from symbiosis.serving.runner.model_runner import ModelRunner, bytes_of
 from symbiosis.serving.sampling.grammar import Grammar, Grammars
@@ -76,6 +77,7 @@ class Engine:
         config: The base's configuration: of the part that reads and writes text.
         vocabulary: The number of tokens: they are numbered from 0 to below this.
         ends: The tokens that end an answer.
+        width: How many numbers a vector of a text has.
         longest: How many tokens of a prompt and its answer together the model takes.
         most_tokens: ... and the memory holds.
         fingerprint: That of the base, as its executor told when this engine joined it; nothing for a model that was handed over.
@@ -145,6 +147,7 @@ class Engine:
             served.ends,
             served.longest,
         )
+        self.width = served.width
         self.most_tokens = most_tokens(served, self._scheduler.piece)
         own = next(remote_weights(self._own_model)) if self._own_model else None
         self.fingerprint = "" if own is None else own.handle.session.fingerprint or ""
@@ -164,6 +167,8 @@ class Engine:
         if request.may_be_shorter:
             request = fitted(request, *needs)
         check(request, *needs)
+        head = None if adapter is None else adapter.head
+        check_pooling(request.pooling, head is not None, self._loop.hidden.why_not)
         if request.sampling.seed is None:
             drawn = msgspec.structs.replace(request.sampling, seed=randbits(63))
             request = msgspec.structs.replace(request, sampling=drawn)
@@ -174,7 +179,9 @@ class Engine:
             Sequence(request, number, [*tokens, *request.chosen_of(number)], adapter, now)
             for number in request.under_way
         ]
-        self._loop.begin(RequestState(request, sequences, grammars, on_output))
+        pooling = request.pooling
+        vector = None if pooling is None else PromptVector(pooling, head if pooling.kind == "head" else None)
+        self._loop.begin(RequestState(request, sequences, grammars, on_output, vector=vector))
 
     def _begun(self, request: Request, guide: Guide) -> list[Grammar]:
         """Return the grammar of each completion, behind the tokens that were chosen already."""
@@ -270,6 +277,11 @@ class Engine:
         """Raise `AdapterError` if there is no adapter of this name, or if it is known that it cannot be served. Nothing is loaded."""
         self._library.check(name)
 
+    def classes_of(self, name: str) -> int:
+        """Return how many classes an adapter tells apart, 0 if it does not classify. It is loaded for that."""
+        head = self._library.get(name).head
+        return 0 if head is None else len(head.weight)
+
     def adapter_names(self) -> list[str]:
         """Return the names of all adapters that can be served, also of those in the folder that were never asked for."""
         return self._library.names()
@@ -354,6 +366,33 @@ class Engine:
     ) -> AsyncIterator[Completion]:
         """Complete a prompt, and yield what each step adds. Leaving the loop cancels the request."""
         return Reader(self, prompt, adapter, tenant, stop, sampling).parts()
+
+    def embed(
+        self,
+        prompt: str | Tokens[int],
+        *,
+        adapter: str | None = None,
+        tenant: str = "",
+        pooling: PoolingKind = "last",
+        normalizes: bool = True,
+    ) -> list[float]:
+        """Return a vector of a text: its last hidden state, in the same batches as completions. Only on a CPU.
+
+        Args:
+            pooling: Of its "last" token, or the "mean" of all its tokens.
+            normalizes: Whether the vector is made of length 1.
+
+        >>> import symbiosis
+        >>> with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, memory=1 << 24) as engine:
+        ...     vector = engine.embed(list(b"Once upon a time"))
+        >>> len(vector), round(sum(each * each for each in vector), 3)
+        (192, 1.0)
+        """
+        return vector_of(self, prompt, adapter, tenant, Pooling(pooling, normalizes))
+
+    def classify(self, prompt: str | Tokens[int], *, adapter: str, tenant: str = "") -> list[float]:
+        """Return the probabilities of the classes of a text, by an adapter that PEFT has trained to classify (SEQ_CLS)."""
+        return vector_of(self, prompt, adapter, tenant, Pooling("head"))
 
     def next_id(self) -> int:
         return next(self._ids)

@@ -1,6 +1,7 @@
 """Reads an engine's answers in its own process: a whole completion, or its parts as they come, as text if there is a tokenizer."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as Tokens
 from queue import SimpleQueue
@@ -11,7 +12,7 @@ import msgspec
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.serving.engine.detokenize import Text, prompt_tokens
 from symbiosis.serving.engine.limits import Unfit, check_count, check_length, check_types
-from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
+from symbiosis.serving.request import Finish, Output, Pooling, Request, Sampling, Token
 
 ENDS_WITH_ERROR = (Finish.ERROR, Finish.ABORTED)
 
@@ -150,3 +151,22 @@ class Reader:
                 yield part
         finally:
             self.end()
+
+
+def vector_of(
+    engine: TakesRequests, prompt: str | Tokens[int], adapter: str | None, tenant: str, pooling: Pooling
+) -> list[float]:
+    """Return the vector that pooling makes of a prompt."""
+    request = Request(
+        id=engine.next_id(), prompt=prompt_tokens(engine.tokenizer, prompt), sampling=Sampling(max_tokens=0), pooling=pooling,
+        adapter=adapter, tenant=tenant,
+    )  # fmt: skip
+    outputs: SimpleQueue[Output] = SimpleQueue()
+    engine.submit(request, outputs.put)
+    try:
+        told = outputs.get()
+    finally:
+        engine.cancel(request.id)
+    if told.finish is not Finish.STOP:
+        raise GenerationFailed(told.error or f"the request was {told.finish}: try again later")
+    return array("f", told.vector).tolist()

@@ -8,6 +8,7 @@ import msgspec
 from torch import Tensor
 
 from symbiosis.base.logs import about_request
+from symbiosis.serving.engine.prompt_vector import PromptVector
 from symbiosis.serving.request import Finish, Output, Request, Token
 from symbiosis.serving.sampling.grammar import Grammar
 from symbiosis.serving.sampling.sampler import logprobs_of
@@ -25,16 +26,23 @@ class RequestState:
     grammars: list[Grammar]  # of each completion, if its text has to follow one
     on_output: Callable[[Output], None]
     prompt: dict[int, Token] = field(default_factory=dict)  # by position: log probabilities of the prompt's tokens
+    vector: PromptVector | None = None  # of a request that wants one
     has_told: bool = False
     failure: str = ""  # why it cannot go on
 
     def tell(
-        self, completion: int, tokens: tuple[Token, ...] = (), finish: Finish | None = None, error: str | None = None
+        self,
+        completion: int,
+        tokens: tuple[Token, ...] = (),
+        finish: Finish | None = None,
+        error: str | None = None,
+        vector: bytes = b"",
     ) -> bool:
         """Hand over an output. Return whether it was taken."""
         first = self.sequences[0]
         output = Output(
-            request=self.request.id, completion=completion, tokens=tokens, finish=finish, error=error, model_version=first.version
+            request=self.request.id, completion=completion, tokens=tokens, finish=finish, error=error, vector=vector,
+            model_version=first.version,
         )  # fmt: skip
         if not self.has_told:
             self.has_told = True

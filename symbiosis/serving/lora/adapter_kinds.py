@@ -28,6 +28,7 @@ from symbiosis.kernels.adapter_rows import PlacedAdapter
 from symbiosis.kernels.file_rows import Source
 from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.lora.adapter_files import AdapterWeights, in_parallel
+from symbiosis.serving.lora.classification import ClassificationHead
 from symbiosis.text import shown
 
 PREFIX = "base_model.model."
@@ -90,6 +91,7 @@ class LoadedAdapter(Adapter):
     held: dict[str, PlacedAdapter] | None = None
     prompt: Tensor | None = None  # [virtual, width]: embeddings in front of every prompt
     prefix: tuple[tuple[Tensor, Tensor], ...] = ()  # by layer: keys and values [virtual, heads * size]
+    head: ClassificationHead | None = None  # of one that classifies
 
 
 def without_numbers(adapter: LoadedAdapter) -> LoadedAdapter | None:

@@ -22,6 +22,7 @@ from symbiosis.serving.lora.adapter_kinds import (
     check_low_rank,
     fused_parts,
 )
+from symbiosis.serving.lora.classification import as_causal, without_head
 from symbiosis.serving.lora.config_patterns import check_numbers, without_patterns
 from symbiosis.serving.lora.held import held_dtype, hold, placed_whole
 from symbiosis.serving.lora.peft_layers import Skeleton, own_tensors, peft_layers
@@ -124,6 +125,16 @@ class Loader:
         if not is_known:
             check_finite(weights.tensors.items(), "its training has diverged")
         weights = replace(weights, config=without_patterns(weights.config, self.base.modules))
+        if self.served.divide_adapter is not None:
+            return self._loaded(name, weights, version, is_known)
+        weights, head = without_head(as_causal(weights, self.base.model), self.served.width)
+        loaded = self._loaded(name, weights, version, is_known)
+        if head is None:
+            return loaded
+        return replace(loaded, head=head, bytes=loaded.bytes + head.nbytes)
+
+    def _loaded(self, name: str, weights: AdapterWeights, version: int, is_known: bool) -> LoadedAdapter:
+        """Prepare what an adapter does within the model."""
         divides = self.served.divide_adapter
         if divides is not None:  # what is published is rounded there as what comes from files
             weights = replace(weights, trained=None)
@@ -216,7 +227,7 @@ class Loader:
         return replace(adapter, packed=self.served.fetcher.read_again(adapter.packed, folder / TENSORS))
 
     def _prompt(self, weights: AdapterWeights) -> Tensor:
-        prompt, width = _embeddings(weights), self.served.model.get_input_embeddings().embedding_dim  # type: ignore[operator]
+        prompt, width = _embeddings(weights), self.served.width
         if prompt.dim() != 2 or prompt.shape[1] != width:
             raise AdapterError(
                 f"its virtual tokens have {prompt.shape[-1]} numbers, and this base's tokens {width}: it is for another base"

@@ -56,6 +56,8 @@ class ModelRunner(ABC):
         self.gives_way: Callable[[SchedulerOutput], bool] = lambda step: False
         self.device, self.dtype = place_of(model)
         self.vocabulary: int = self.config.vocab_size
+        embeddings = model.get_input_embeddings()  # type: ignore[operator]
+        self.width: int = getattr(embeddings, "embedding_dim", None) or self.config.hidden_size  # of hidden states
         self.longest: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         self.ends = _ends(model)
         self.arena = PagedMemory(layers, bytes_of(memory, self.device), self.dtype, self.device)

@@ -327,7 +327,7 @@ class Scheduler:
             pages, to_fetch = self._residency.pages_of(adapter), not self._is_here(adapter)
             if not to_fetch:
                 self._residency.pin(adapter)
-        if not sequence.scores_prompt:  # nobody has kept the logits of what would be found
+        if not sequence.reads_prompt:
             self._blocks.find(sequence)
         upto, held = len(sequence.tokens), len(sequence.blocks) * self._blocks.layers
         wanted = self._blocks.needed(upto)
@@ -382,7 +382,8 @@ class Scheduler:
         segments: list[ScheduledRequest] = []
         first = 0
         for sequence, count in sorted(parts, key=lambda part: part[0].version):
-            chooses, drafted = sequence.computed + count == len(sequence.tokens), drafts.get(sequence, ())
+            is_last = sequence.computed + count == len(sequence.tokens)
+            chooses, drafted = is_last and sequence.request.pooling is None, drafts.get(sequence, ())
             count += len(drafted)
             segments.append(ScheduledRequest(sequence, first, count, sequence.computed, chooses, drafted))
             first += count

@@ -52,6 +52,8 @@ class Sequence:
     brought: int = field(init=False)  # tokens that it came with: also those that another server is said to have chosen
     is_first: bool = field(init=False)  # it computes its prompt for all completions of the request
     scores_prompt: bool = field(init=False)  # ... and the log probabilities of the prompt's tokens
+    # ... and something of each of its rows, which nobody has kept of what is found
+    reads_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
         request, self.tenant = self.request, self.request.tenant
@@ -62,6 +64,7 @@ class Sequence:
         self.brought = self.prompt_length + (len(request.chosen[self.completion]) if request.chosen else 0)
         self.is_first = self.completion == (request.under_way[0] if request.ended else 0)
         self.scores_prompt = request.prompt_logprobs is not None and self.is_first
+        self.reads_prompt = self.scores_prompt or (request.pooling is not None and request.pooling.kind == "mean")
 
     @property
     def priority(self) -> int:
@@ -79,7 +82,7 @@ class Sequence:
     @property
     def may_wait_again(self) -> bool:
         """Whether it loses nothing when it gives up its blocks: nothing was told, and what was computed is found again."""
-        return not self.has_begun and not (self.computed and self.scores_prompt)
+        return not self.has_begun and not (self.computed and self.reads_prompt)
 
     @property
     def produced(self) -> int:
@@ -112,6 +115,11 @@ class ScheduledRequest:
         """The rows of the step whose logits choose tokens."""
         end = self.first + self.rows
         return range(end - 1 - len(self.drafts), end) if self.chooses else range(0)
+
+    @property
+    def pools(self) -> bool:
+        """Whether the vector of its prompt is known with it."""
+        return self.sequence.request.pooling is not None and self.end == self.sequence.prompt_length
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,0 +1,216 @@
+"""What scripts/compat_vllm.py puts in the place of `tests/utils.py` and `tests/conftest.py` of vLLM: their server is `symbiosis serve`, and each
+test's answers that were refused are noted. It runs in vLLM's environment, where nothing of Symbiosis is."""
+
+import functools
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+PYTHON, MODEL, ADAPTER, RESULTS = (os.environ[f"COMPAT_{name}"] for name in ("PYTHON", "MODEL", "ADAPTER", "RESULTS"))
+VLLM_PATH = Path(__file__).parent.parent
+ROCM_EXTRA_ARGS: list[str] = []
+TAKEN = {
+    "--root-path": "--root-path",
+    "--served-model-name": "--served-model-name",
+    "--tool-call-parser": "--tool-parser",
+}
+PARSERS = {"hermes", "llama3_json", "mistral", "pythonic"}
+refused: list[tuple[int, Any]] = []  # of the present test
+calls: list[str] = []
+
+
+class RemoteOpenAIServer:
+    """A server for the tests of one module, which know it by the name of their model."""
+
+    DUMMY_API_KEY = "token-abc123"
+
+    def __init__(self, model: str, vllm_serve_args: list[str], **_: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        options, length = self._options([str(each) for each in vllm_serve_args])
+        names = [] if "--served-model-name" in options else ["--served-model-name", model]
+        checkpoint = self._checkpoint(length)
+        words = [
+            PYTHON,
+            "-P",
+            "-m",
+            "symbiosis",
+            "serve",
+            checkpoint,
+            "--port",
+            "0",
+            "--memory",
+            "768MiB",
+            *names,
+            *options,
+        ]
+        self._log = Path(self._folder.name, "server.log").open("w+")  # noqa: SIM115
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        self.proc = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=self._log, text=True, env=kept)
+        line = self.proc.stdout.readline() if self.proc.stdout else ""
+        if not line:
+            self._log.seek(0)
+            raise RuntimeError(f"{words}: {self._log.read()[-2000:]}")
+        self.url_root = line.partition(" at ")[2].partition("/v1,")[0]
+        self.host, _, self.port = self.url_root.removeprefix("http://").partition(":")
+
+    def _options(self, given: list[str]) -> tuple[list[str], int | None]:
+        """Those that mean something here; and the longest text."""
+        found, length = ["--chat-template", os.environ["COMPAT_TEMPLATE"]], None
+        words = iter(enumerate(given))
+        for at, word in words:
+            value = given[at + 1] if at + 1 < len(given) else ""
+            if word in ("--max-model-len", "--max_model_len"):
+                length = int(value)
+            elif word == "--lora-modules":
+                found += [word, value]
+            elif word in TAKEN and (word != "--tool-call-parser" or value in PARSERS):
+                found += [TAKEN[word], value]
+            elif word.startswith("--root-path="):
+                found += word.split("=", 1)
+        return found, length
+
+    def _checkpoint(self, length: int | None) -> str:
+        """The model, with positions for so long a text."""
+        config = json.loads(Path(MODEL, "config.json").read_text())
+        if length is None or length >= config["max_position_embeddings"]:
+            return MODEL
+        folder = Path(self._folder.name, "model")
+        folder.mkdir()
+        for file in Path(MODEL).iterdir():
+            (folder / file.name).symlink_to(file)
+        (folder / "config.json").unlink()
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": length}))
+        return str(folder)
+
+    def __enter__(self) -> "RemoteOpenAIServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.proc.terminate()
+        try:
+            self.proc.wait(60)
+        except subprocess.TimeoutExpired:
+            self.proc.kill()
+        self._folder.cleanup()
+
+    def url_for(self, *parts: str) -> str:
+        return self.url_root + "/" + "/".join(each.strip("/") for each in parts)
+
+    def get_client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            **{
+                "base_url": self.url_for("v1"),
+                "api_key": self.DUMMY_API_KEY,
+                "max_retries": 0,
+                "timeout": 600,
+                **options,
+            }
+        )
+
+    def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            **{
+                "base_url": self.url_for("v1"),
+                "api_key": self.DUMMY_API_KEY,
+                "max_retries": 0,
+                "timeout": 600,
+                **options,
+            }
+        )
+
+
+def multi_gpu_only(*_: Any, **__: Any) -> Any:
+    return pytest.mark.skip("it needs several GPUs")
+
+
+def requires_fp8(test: Any) -> Any:
+    return pytest.mark.skip("it needs fp8")(test)
+
+
+# ---------------------------------------------------------------- models and adapters by name
+
+
+def stand_in() -> None:
+    """Have what tests load by a hub's name be the model and the adapter that are here."""
+    import huggingface_hub
+    import vllm.tokenizers
+    from transformers import AutoTokenizer
+
+    def tokenizer(*_: Any, **__: Any) -> Any:
+        return AutoTokenizer.from_pretrained(MODEL)
+
+    def snapshot(_: Any = None, repo_id: str = "", **__: Any) -> str:
+        return ADAPTER if "lora" in repo_id.lower() else MODEL
+
+    vllm.tokenizers.get_tokenizer = tokenizer
+    huggingface_hub.HfApi.snapshot_download = snapshot
+
+
+@pytest.fixture(scope="session")
+def qwen3_lora_files() -> str:
+    return ADAPTER
+
+
+opt125_lora_files = zephyr_lora_files = qwen3_lora_files
+
+
+# ---------------------------------------------------------------- what was refused
+
+
+def noted(status: int, url: str, content: bytes) -> None:
+    calls.append(url)
+    if status >= 400:
+        try:
+            told = json.loads(content)["error"]
+        except (ValueError, LookupError, TypeError):
+            told = content[:300].decode(errors="replace")
+        refused.append((status, told))
+
+
+def watch() -> None:
+    """Note the answers that clients get."""
+    import httpx
+    import requests
+
+    of_requests, sync, later = requests.Session.send, httpx.Client.send, httpx.AsyncClient.send
+
+    @functools.wraps(of_requests)
+    def by_requests(self: Any, *given: Any, **named: Any) -> Any:
+        answer = of_requests(self, *given, **named)
+        noted(answer.status_code, answer.url, answer.content if answer.status_code >= 400 else b"")
+        return answer
+
+    @functools.wraps(sync)
+    def by_httpx(self: Any, *given: Any, **named: Any) -> Any:
+        answer = sync(self, *given, **named)
+        noted(answer.status_code, str(answer.url), answer.read() if answer.status_code >= 400 else b"")
+        return answer
+
+    @functools.wraps(later)
+    async def by_async(self: Any, *given: Any, **named: Any) -> Any:
+        answer = await later(self, *given, **named)
+        noted(answer.status_code, str(answer.url), await answer.aread() if answer.status_code >= 400 else b"")
+        return answer
+
+    requests.Session.send, httpx.Client.send, httpx.AsyncClient.send = by_requests, by_httpx, by_async  # type: ignore[method-assign, assignment]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: Any, call: Any) -> Any:
+    report = (yield).get_result()
+    if report.when == "setup":
+        refused.clear()
+        calls.clear()
+    if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
+        told = {
+            "test": item.nodeid, "outcome": report.outcome, "refused": refused[-3:], "calls": len(calls),
+            "why": "" if report.outcome == "passed" else report.longreprtext[-1500:],
+        }  # fmt: skip
+        with Path(RESULTS).open("a") as results:
+            results.write(json.dumps(told) + "\n")

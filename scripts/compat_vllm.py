@@ -1,0 +1,230 @@
+"""vLLM's own tests of its OpenAI server, unmodified but for their fixtures, against `symbiosis serve` on a CPU.
+
+    python scripts/compat_vllm.py                    # all that apply to a served model: half an hour on two cores, after gigabytes of packages
+    python scripts/compat_vllm.py --only completion/test_completion.py
+    python scripts/compat_vllm.py --sdist vllm-0.33.0.tar.gz
+
+The tests come from vLLM's sdist on PyPI, which is not built: their own imports are of its plain Python. The model is SmolLM2-135M-Instruct, from a
+package on PyPI, under the name that each test has for its own, with a chat template that shows tools. scripts/_vllm_fixtures.py stands for their
+server. A test that fails is `refused`, where the server has said by the field's name that it has not got something; one that is named in DIFFERENT
+fails for the reason given there; all others are wrong, and there may be none.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import urllib.request
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch_index
+from _processes import progress
+from _programs import LM_EVAL
+from compat_clients import TEMPLATE
+from compat_programs import Environment, checkpoints, installed
+
+from symbiosis.base.procs import python
+from symbiosis.base.reporting import Report, print_table
+
+VERSION = "0.33.0"
+INDEX = "https://pypi.org/simple/vllm/"
+WITHOUT = (
+    "opencv",
+    "depyf",
+    "lm-format-enforcer",
+    "outlines",
+    "compressed-tensors",
+    "model-hosting",
+    "anthropic",
+    "mistral_common",
+)
+TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "jsonschema", "tblib", "httpx", "mistral_common")
+FOLDER = "tests/entrypoints"
+FILES = (  # that are of a served model of text
+    "openai/completion/test_completion.py", "openai/completion/test_prompt_validation.py",
+    "openai/chat_completion/test_chat.py", "openai/chat_completion/test_chat_completion.py", "openai/chat_completion/test_chat_echo.py",
+    "openai/chat_completion/test_chat_logit_bias_validation.py", "openai/chat_completion/test_completion_with_function_calling.py",
+    "openai/chat_completion/test_logprob_token_ids.py", "openai/chat_completion/test_root_path.py",
+    "openai/models/test_models.py", "openai/responses/test_simple.py", "openai/test_chunked_prompt.py", "openai/test_return_token_ids.py",
+    "openai/test_return_tokens_as_ids.py", "serve/tokenize/test_tokenization.py", "serve/lora/test_lora_adapters.py",
+    "pooling/embed/test_online.py", "pooling/scoring/test_bi_encoder_online.py", "pooling/basic/test_truncation.py",
+)  # fmt: skip
+SAYS_SO = re.compile(
+    r"unrecognized request argument|is not supported|no such path|reads no|shows no|has no classification head|makes none|only"
+)
+DIFFERENT: dict[str, str] = {}
+LIMIT_S = 3600.0
+
+
+def sdist(cache: Path) -> Path:
+    """vLLM's, as PyPI has it. pip would build its metadata, for which it needs CUDA."""
+    name = f"vllm-{VERSION}.tar.gz"
+    if not (file := cache / name).exists():
+        progress(f"fetching {name}")
+        asked = urllib.request.Request(INDEX, headers={"Accept": "application/vnd.pypi.simple.v1+json"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            (told,) = [each for each in json.load(answer)["files"] if each["filename"] == name]
+        with urllib.request.urlopen(told["url"], timeout=600) as answer:
+            data = answer.read()
+        if hashlib.sha256(data).hexdigest() != told["hashes"]["sha256"]:
+            raise SystemExit(f"{name} is not what PyPI says that it is")
+        file.write_bytes(data)
+    return file
+
+
+def source(file: Path, cache: Path) -> Path:
+    """Its tests and its Python, with our fixtures."""
+    folder = cache / file.name.removesuffix(".tar.gz")
+    if not folder.exists():
+        with tarfile.open(file) as archive:
+            wanted = [each for each in archive if each.name.split("/")[1:2] in (["vllm"], ["tests"], ["requirements"])]
+            archive.extractall(cache, members=wanted, filter="data")
+    fixtures = Path(__file__).with_name("_vllm_fixtures.py")
+    shutil.copy(fixtures, folder / "tests" / "utils.py")
+    own = "from tests.utils import *\nfrom tests.utils import pytest_runtest_makereport, stand_in, watch\n\nstand_in()\nwatch()\n"
+    (folder / "tests" / "conftest.py").write_text(own)
+    return folder
+
+
+def environment(folder: Path, cache: Path) -> Environment:
+    """What vLLM's Python and its tests import."""
+    made = Environment(cache / f"vllm-{VERSION}-tests")
+    if not (ready := made.folder / ".ready").exists():
+        progress("installing what vLLM's tests import")
+        shutil.rmtree(made.folder, ignore_errors=True)
+        subprocess.run(python("-m", "venv", str(made.folder)), check=True)
+        lines = (folder / "requirements" / "common.txt").read_text().splitlines()
+        wanted = [line.partition("#")[0].strip() for line in lines]
+        needed = [each for each in wanted if each and not each.startswith(WITHOUT)]
+        torch, _ = torch_index.options()
+        made.pip(*torch, "torch", *needed, *TESTS)
+        ready.touch()
+    return made
+
+
+MAKE = """
+import sys, torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+torch.manual_seed(0)
+model = get_peft_model(AutoModelForCausalLM.from_pretrained(sys.argv[1]), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+for name, weight in model.named_parameters():
+    if "lora_B" in name:
+        torch.nn.init.normal_(weight, std=0.01)
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def adapter(tool: Environment, model: Path, cache: Path) -> Path:
+    """A LoRA for the model, with random numbers."""
+    folder = cache / "smollm2-lora"
+    if not folder.exists():
+        subprocess.run([tool.python, "-c", MAKE, str(model), str(folder)], check=True)
+    return folder
+
+
+def run(vllm: Environment, folder: Path, files: Sequence[str], **paths: Path) -> list[dict[str, Any]]:
+    """Run the tests; what each of them came to."""
+    results = folder / "results.jsonl"
+    results.unlink(missing_ok=True)
+    own = {f"COMPAT_{name.upper()}": str(path) for name, path in {**paths, "results": results}.items()}
+    quiet = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": str(folder),
+        "COMPAT_PYTHON": python()[0],
+        "VLLM_TARGET_DEVICE": "cpu",
+    }
+    words = [
+        vllm.python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "300",
+        "--asyncio-mode=auto",
+        "-rN",
+        "--tb=short",
+    ]
+    for file in files:
+        progress(file)
+        given = [*words, f"{FOLDER}/{file}"]
+        done = subprocess.run(
+            given, cwd=folder, env={**os.environ, **quiet, **own}, text=True, capture_output=True, timeout=LIMIT_S
+        )
+        if done.returncode not in (0, 1):
+            print(done.stdout[-3000:] + done.stderr[-2000:], file=sys.stderr)
+            with results.open("a") as told:
+                told.write(
+                    json.dumps(
+                        {
+                            "test": f"{FOLDER}/{file}",
+                            "outcome": "failed",
+                            "refused": [],
+                            "calls": 1,
+                            "why": done.stdout[-1500:],
+                        }
+                    )
+                    + "\n"
+                )
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def verdict(told: dict[str, Any]) -> tuple[str, str]:
+    """What a test says of the server, and why."""
+    name = told["test"].removeprefix(f"{FOLDER}/")
+    if told["outcome"] == "passed":
+        return ("passed", "") if told["calls"] else ("of vLLM itself", "")
+    if told["outcome"] == "skipped" or not told["calls"]:
+        return "of vLLM itself", ""
+    for part, why in DIFFERENT.items():
+        if name.startswith(part):
+            return "different", why
+    for status, error in reversed(told["refused"]):
+        message, param = (
+            (error.get("message", ""), error.get("param")) if isinstance(error, dict) else (str(error), None)
+        )
+        if SAYS_SO.search(message):
+            return "refused", str(param or message)[:80] if status != 404 else message[:80]
+    return "wrong", told["why"].splitlines()[-1][:160] if told["why"] else ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="files below tests/entrypoints, or ends of their names")
+    parser.add_argument("--sdist", type=Path, help="vLLM's, where it lies already")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "symbiosis" / "programs")
+    options = parser.parse_args(arguments)
+    options.cache.mkdir(parents=True, exist_ok=True)
+    files = [each for each in FILES if not options.only or any(each.endswith(end) for end in options.only)]
+    folder = source(options.sdist or sdist(options.cache), options.cache)
+    vllm, tool = environment(folder, options.cache), installed("lm_eval", LM_EVAL, options.cache)
+    model, _ = checkpoints(tool, options.cache)
+    template = options.cache / "tools.jinja"
+    template.write_text(TEMPLATE)
+    found = run(vllm, folder, files, model=model, adapter=adapter(tool, model, options.cache), template=template)
+    verdicts = [(*verdict(told), told["test"].removeprefix(f"{FOLDER}/")) for told in found]
+    print_table(
+        ("verdict", "why", "test"), sorted(each for each in verdicts if each[0] not in ("passed", "of vLLM itself"))
+    )
+    report, counts = Report("compat_vllm"), Counter(each[0] for each in verdicts)
+    report.figure("vllm", VERSION)
+    for kind in ("passed", "refused", "different", "of vLLM itself"):
+        report.figure(kind, counts[kind])
+    report.figure("refused by", dict(Counter(why for kind, why, _ in verdicts if kind == "refused")))
+    report.bar("wrong", counts["wrong"], "<=", 0)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What adapters bring that were not trained on a causal model: the heads of those that classify, and the names of those without a head."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from symbiosis.errors import AdapterError
+from symbiosis.serving.lora.adapter_files import AdapterWeights
+
+HEADS = ("score", "classifier")  # names of a classification head, in models of transformers
+PREFIX = "base_model.model."
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class ClassificationHead:
+    """A linear layer from the last hidden state to classes, in float32."""
+
+    weight: Tensor  # [classes, width]
+    bias: Tensor | None = None  # [classes]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def without_head(weights: AdapterWeights, width: int) -> tuple[AdapterWeights, ClassificationHead | None]:
+    """Return what an adapter does within the model, and its classification head, if it was trained with one (PEFT's SEQ_CLS).
+
+    Args:
+        width: Of the model's hidden states.
+    """
+    if weights.config.get("task_type") != "SEQ_CLS":
+        return weights, None
+    tensors, found = dict(weights.tensors), dict[str, Tensor]()
+    for name in list(tensors):
+        head, _, leaf = name.removeprefix(PREFIX).rpartition(".")
+        if head in HEADS and leaf in ("weight", "bias"):
+            found[leaf] = tensors.pop(name)
+    weight, bias = found.get("weight"), found.get("bias")
+    if weight is None:
+        return weights, None
+    if (
+        weight.dim() != 2
+        or weight.shape[1] != width
+        or not len(weight)
+        or (bias is not None and len(bias) != len(weight))
+    ):
+        sizes = " x ".join(map(str, weight.shape))
+        raise AdapterError(
+            f"its classification head is {sizes}, and this base's width is {width}: it is for another base"
+        )
+    config = {**weights.config, "modules_to_save": _without_heads(weights.config.get("modules_to_save"))}
+    head_of = ClassificationHead(weight.float().clone(), None if bias is None else bias.float().clone())
+    return replace(weights, config=config, tensors=tensors), head_of
+
+
+def _without_heads(names: Any) -> list[str] | None:
+    return [name for name in names or () if name not in HEADS] or None
+
+
+def as_causal(weights: AdapterWeights, base: Any) -> AdapterWeights:
+    """Return an adapter that was trained on the model without any head (PEFT's FEATURE_EXTRACTION) by the names that its layers have in the
+    causal model `base`."""
+    prefix = f"{PREFIX}{getattr(base, 'base_model_prefix', '')}."
+    names = [name for name in weights.tensors if name.startswith(PREFIX)]
+    is_bare = weights.config.get("task_type") == "FEATURE_EXTRACTION" and not any(n.startswith(prefix) for n in names)
+    if not is_bare:
+        return weights
+    renamed = {prefix + name.removeprefix(PREFIX) if name in names else name: t for name, t in weights.tensors.items()}
+    return replace(weights, tensors=renamed)
