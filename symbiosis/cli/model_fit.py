@@ -1,14 +1,14 @@
 """Where the weights of a model fit: on this machine, on one of its GPUs, or on several (`symbiosis doctor --model`). It loads no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from symbiosis.base.dtypes import DTYPE_BITS
 from symbiosis.base.memory import free_memory
 from symbiosis.base.problems import Finding
 from symbiosis.errors import ConfigError
-from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
-from symbiosis.executor.model.quantisation import check_format, read_config
-from symbiosis.executor.preflight import free_gpu_memory, visible_gpus
+from symbiosis.executor.model.checkpoint import PACKED_BITS, located, weight_files, weights_nbytes
+from symbiosis.executor.model.quantisation import check_format, read_config, told_quantisation
+from symbiosis.executor.preflight import QUANTISED_ON_GPUS, free_gpu_memory, visible_gpus
 from symbiosis.server.launch.footprint import EXECUTOR
 
 BESIDE = (
@@ -20,22 +20,27 @@ def room_for(model: str) -> Finding:
     """Say where the weights of a model fit, as they are stored or in half as many bits."""
     try:
         folder = located(model)
-        check_format(model, read_config(folder))
+        config = read_config(folder)
+        check_format(model, config)
+        is_quantised = told_quantisation(config) is not None
         files = weight_files(folder)
         if not files:
             return Finding(
                 "FAIL", "room", f"there are no *.safetensors of {model}", "Name a checkpoint's folder, or a hub id"
             )
-        stored, half = weights_nbytes(files), weights_nbytes(files, DTYPE_BITS["bfloat16"])
+        stored = weights_nbytes(files)
+        half = stored if is_quantised else weights_nbytes(files, DTYPE_BITS["bfloat16"])
+        packed = {} if is_quantised else {how: weights_nbytes(files, quantize=how) for how in PACKED_BITS}
     except ConfigError as error:
         return Finding("FAIL", "room", str(error))
-    numbers = range(len(visible_gpus() or ()))
+    numbers = range(len(visible_gpus() or ())) if not is_quantised or QUANTISED_ON_GPUS else ()
     gpus = [free_gpu_memory(f"cuda:{number}") or 0 for number in numbers]
-    return fits(model, stored, min(stored, half), free_memory(), gpus)
+    return fits(model, stored, min(stored, half), free_memory(), gpus, packed)
 
 
-def fits(model: str, stored: int, half: int, host: int, gpus: Sequence[int]) -> Finding:
-    """Say where so many bytes fit, or `half` of them: on the host, and on GPUs with so many free bytes each.
+def fits(model: str, stored: int, half: int, host: int, gpus: Sequence[int], packed: Mapping[str, int] = {}) -> Finding:
+    """Say where so many bytes fit, or `half` of them, or what is left of them when they are `packed` in a format: on the host, and on GPUs with so
+    many free bytes each.
 
     >>> fits("m", 10 << 30, 5 << 30, 64 << 30, [8 << 30, 8 << 30]).text
     'm has 10.0 GiB of weights; free: host 64.0, cuda:0 8.0, cuda:1 8.0 GiB. It fits on: --device cpu; --devices 0,1 (5.0, 5.0 GiB)'
@@ -47,6 +52,9 @@ def fits(model: str, stored: int, half: int, host: int, gpus: Sequence[int]) -> 
         return Finding("ok", "room", f"{text}. It fits on: {'; '.join(ways)}")
     if ways := ways_for(half, host, gpus):
         return Finding("warn", "room", f"{text}. It fits nowhere", f"With --dtype bfloat16 it does: {'; '.join(ways)}")
+    for format, nbytes in packed.items():
+        if ways := ways_for(nbytes, host, ()):
+            return Finding("warn", "room", f"{text}. It fits nowhere", f"With --quantize {format} it does: {ways[0]}")
     return Finding(
         "FAIL", "room", f"{text}. It fits nowhere", "End what else runs here, or take a smaller model or more devices"
     )

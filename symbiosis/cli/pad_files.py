@@ -19,7 +19,8 @@ from symbiosis.client.privacy.pad_layout import Contents, Effect, PadStream, lai
 from symbiosis.client.privacy.pads import PadFile
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import path_of
-from symbiosis.executor.model.load import load_model, structure, torch_dtype
+from symbiosis.executor.model.load import load_config, load_model, structure, torch_dtype
+from symbiosis.executor.model.quantisation import shown_method, told_quantisation
 from symbiosis.kernels.integers import modular_product, quantise
 from symbiosis.transport.fingerprint import digest
 
@@ -41,6 +42,11 @@ def make(
     if part.exists():
         raise ConfigError(
             f"{part} exists: remove it, unless another symbiosis pads is still writing it (if not, one was killed)"
+        )
+    if quantised := told_quantisation(load_config(name).to_dict()):
+        raise ConfigError(
+            f"pads are made from whole weights, and those of {name!r} are quantised by {shown_method(quantised)}: make them from the checkpoint of "
+            "floats, and serve that"
         )
     folder = path_of(name) or Path(name)
     weights = Weights(name, folder, dtype)

@@ -5,6 +5,7 @@ dropped if it is the same. Of a checkpoint that is known from an earlier start, 
 decides is decided as ever: names, dtypes, what is missing and how it is initialised, what is tied, and what it reports.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,13 +22,17 @@ from symbiosis.client.checkpoint_reader import CheckpointReader, NotRead, opened
 from symbiosis.client.known_checkpoints import Made
 from symbiosis.client.layers.layer_plan import OTHER_SHAPE, parameter_of, plan_wrap
 from symbiosis.client.session import Session
-from symbiosis.client.weights.remote_weight import remote_weights
+from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.client.wrap import attach
+from symbiosis.client.wrap_warnings import PACKED
+from symbiosis.errors import WrapError
+from symbiosis.kernels.of_bitsandbytes import OF_4_BITS, packed_of
 from symbiosis.protocol import Layer
 from symbiosis.transport.fingerprint import digest
 from symbiosis.transport.local.shared_weights import phase
 from symbiosis.transport.tensors import CPU, DTYPE_NAME, TORCH_DTYPE
 
+logger = logging.getLogger("symbiosis")
 Kind = tuple[torch.dtype, tuple[int, ...]]
 
 ENOUGH = 8  # weights that differ, before any was the same: it is another model, and the rest is not compared
@@ -91,6 +96,8 @@ class SharedLoad:
         if why := _why_not(load_config) or self._why_other(model):
             self._refuse(why)
             return original(model, state_dict, files, load_config, *rest)
+        if load_config.hf_quantizer is not None and _packs_4_bits(load_config.hf_quantizer):
+            return self._load_packed(original, model, state_dict, files, load_config, *rest)
         self._model, self._place = model, _place(load_config)
         if self._place == CPU:
             self._lent = _Lent(self._session.commons(), self._session.manifest)
@@ -103,11 +110,25 @@ class SharedLoad:
         finally:
             self._model = None
         if self._same:
+            self._tell_of_packed()
             attach(model, self._session, device=self._place, only=self._same)
-            for weight in remote_weights(model):
-                weight._is_hf_initialized = True  # type: ignore[attr-defined]
+            _keep_as_they_are(model)
         elif self._differ:
             self._refuse(self._how_different())
+        return loaded
+
+    def _load_packed(self, original: Callable[..., Any], model: Any, *args: Any) -> Any:
+        """Let bitsandbytes pack a model, or read what it has packed, and put the executor's layers in the place of those that are the same."""
+        loaded = original(model, *args)
+        held = {name: packed.nbytes for name, one in model.named_parameters() if (packed := packed_of(one)) is not None}
+        try:
+            attach(model, self._session)
+        except WrapError as error:
+            self._refuse(str(error))
+            return loaded
+        _keep_as_they_are(model)
+        remote = dict(model.named_parameters())
+        self.not_loaded = sum(nbytes for name, nbytes in held.items() if isinstance(remote[name], RemoteWeight))
         return loaded
 
     def _load_files(
@@ -208,7 +229,9 @@ class SharedLoad:
         for places, index in plan:
             parameter, layer = parameter_of(places[0]), manifest[index]
             mine = names[id(parameter)]
-            if DTYPE_NAME.get(parameter.dtype) != layer.dtype:
+            if type(parameter).__name__ == OF_4_BITS:
+                self._layers |= dict.fromkeys(mine, layer)
+            elif DTYPE_NAME.get(parameter.dtype) != layer.dtype:
                 dtypes.add((DTYPE_NAME.get(parameter.dtype), layer.dtype))
             elif {*tied, *tied.values()}.isdisjoint(mine):
                 self._layers |= dict.fromkeys(mine, layer)
@@ -219,6 +242,18 @@ class SharedLoad:
             f"{where} holds {held}, and this program asks for {asked}: load it with {self._as_dtype(held)}, or start the executor with "
             f"--dtype {asked}"
         )
+
+    def _tell_of_packed(self) -> None:
+        """Say that results are not those of the weights that the program asks for, if the executor has packed these."""
+        kinds = {layer.packed for layer in self._session.manifest if layer.packed and layer.name in self._same}
+        packed, where = " and ".join(sorted(kinds)), self._session.endpoint
+        if packed and self._strict:
+            self._refuse(
+                f"{where} holds its weights packed as {packed}, and this program loads whole ones, so its results would be others: start the "
+                "executor without --quantize"
+            )
+        elif packed:
+            logger.warning(PACKED, where, packed)
 
     def _how_different(self) -> str:
         where, first = self._session.endpoint, self._differ[0]
@@ -248,8 +283,9 @@ def _kind_of(tensor: Tensor) -> Kind:
 
 def _why_not(load_config: Any) -> str | None:
     """Return why no weight of this call can be an executor's, whatever it is."""
-    if load_config.hf_quantizer is not None and not _unpacks_gguf(load_config.hf_quantizer):
-        method = load_config.hf_quantizer.quantization_config.quant_method
+    quantizer = load_config.hf_quantizer
+    if quantizer is not None and not _unpacks_gguf(quantizer) and not _packs_4_bits(quantizer):
+        method = quantizer.quantization_config.quant_method
         return f"it is quantised here ({getattr(method, 'value', method)}), and the executor holds what it was started with"
     if load_config.device_mesh is not None:
         return "its weights are divided among processes (tensor parallelism): with an executor, run each process with a whole model"
@@ -263,6 +299,17 @@ def _unpacks_gguf(quantizer: Any) -> bool:
     """Whether a model is made of floats, though its file is of GGUF: where it is told to be, or there are no kernels for it."""
     config = quantizer.quantization_config
     return config.quant_method == "gguf" and (config.dequantize or not quantizer.supported)
+
+
+def _packs_4_bits(quantizer: Any) -> bool:
+    """Whether bitsandbytes holds the weights in 4 bits. (In 8, it quantises the rows, too.)"""
+    return bool(getattr(quantizer.quantization_config, "load_in_4bit", False))
+
+
+def _keep_as_they_are(model: nn.Module) -> None:
+    """Let transformers initialise no remote weight."""
+    for weight in remote_weights(model):
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _place(load_config: Any) -> torch.device:

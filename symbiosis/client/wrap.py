@@ -25,17 +25,17 @@ from symbiosis.client.session import Session
 from symbiosis.client.state_dict import complete, put_in_remote, say_what_is_left_out
 from symbiosis.client.stats import Stats
 from symbiosis.client.weights.data_assignment import guard_data
+from symbiosis.client.weights.packed_parameters import check_same_packed, dtype_of_rows, known_weight
 from symbiosis.client.weights.peft_methods import support_peft_methods
 from symbiosis.client.weights.remote_view import Handle
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.client.wrap_warnings import warn_of_differences, warn_of_heads, warn_when_trained
 from symbiosis.errors import Code, WrapError
 from symbiosis.kernels.of_bitsandbytes import packed_of
-from symbiosis.kernels.packed import CODES, PackedWeight
 from symbiosis.protocol import Layer
 from symbiosis.protocol.endpoints import default_endpoints
 from symbiosis.transport.fingerprint import digest
-from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
+from symbiosis.transport.tensors import DTYPE_NAME
 
 logger = logging.getLogger("symbiosis")
 Model = TypeVar("Model", bound=nn.Module)
@@ -134,11 +134,6 @@ def attach(
         raise WrapError(
             f"privacy= and verify= need an executor that holds all layers, and {session.endpoint} is a service whose ranks divide them"
         )
-    if private and any(session.manifest[index].packed for _, index in plan):
-        raise WrapError(
-            f"privacy= and verify= test answers by this model's weights, and {session.endpoint} holds packed ones: use an executor that holds "
-            "the same weights (without --quantize)"
-        )
     if private:
         heads = head_names(base_model(model))
         plan = _without(plan, report, session.manifest, "private", partial(_can_be_masked, heads))
@@ -180,7 +175,7 @@ def _hand_over(
     biases = {layer.name: layer.digest for layer in session.manifest if layer.name.endswith(".bias") and not private}
     for places, index in plan:
         if private:
-            private.learn(index, parameter_of(places[0]).detach())
+            private.learn(index, known_weight(parameter_of(places[0]), session.manifest[index], private.level.wire))
         layer, frozen = session.manifest[index], not parameter_of(places[0]).requires_grad
         replace(places, Handle(session.holder(index), index, layer, is_frozen=frozen), biases, device)
 
@@ -232,7 +227,7 @@ def check_same(place: ParameterSite, layer: Layer) -> None:
     """Check that the client's tensor is the executor's, bit for bit. If it is not, the client was built for another model."""
     tensor = parameter_of(place)
     if (packed := packed_of(tensor)) is not None:
-        _check_same_packed(packed, layer)
+        check_same_packed(packed, layer)
         return
     dtype = DTYPE_NAME.get(tensor.dtype)
     if dtype != layer.dtype:
@@ -242,36 +237,16 @@ def check_same(place: ParameterSite, layer: Layer) -> None:
             Code.WRONG_MODEL,
         )
     if tensor.device.type != "meta" and digest(tensor) != layer.digest:
+        packed = (
+            f" (That holds them as {layer.packed}: symbiosis.from_executor builds a model of them.)"
+            if layer.packed
+            else ""
+        )
         raise WrapError(
             f"{layer.name}: the weights differ from the executor's. This model is another checkpoint or revision, "
-            "or something changed its weights (PiSSA, OLoRA and the like do at init: keep such layers with layers=)",
+            f"or something changed its weights (PiSSA, OLoRA and the like do at init: keep such layers with layers=){packed}",
             Code.WRONG_MODEL,
         )
-
-
-def _check_same_packed(packed: PackedWeight, layer: Layer) -> None:
-    """Check that the client's packed weight is the executor's."""
-    if packed.format != layer.packed:
-        theirs = f"packed as {layer.packed}" if layer.packed else "whole"
-        raise WrapError(
-            f"{layer.name}: this model's weights are packed as {packed.format}, the executor's are {theirs}: start it with --quantize "
-            f"{packed.format}, or with the quantised checkpoint, or load this model without a quantization_config",
-            Code.WRONG_MODEL,
-        )
-    if layer.packed_digest not in (packed.digest(), packed.digest(CODES)):
-        raise WrapError(
-            f"{layer.name}: the packed weights differ from the executor's: this is another checkpoint or revision, or it was packed "
-            "otherwise",
-            Code.WRONG_MODEL,
-        )
-
-
-def _dtype_of(place: ParameterSite, layer: Layer) -> torch.dtype:
-    """Return the dtype of the rows that a parameter multiplies: for packed ones, that in which their layer computes."""
-    parameter = parameter_of(place)
-    if packed_of(parameter) is None:
-        return parameter.dtype
-    return getattr(place.owner, "compute_dtype", None) or TORCH_DTYPE[layer.dtype]
 
 
 def replace(
@@ -280,7 +255,7 @@ def replace(
     """Put a remote weight where the real one was. `biases`: digests of those that the executor has."""
     old = parameter_of(places[0])
     handle.keeps_dtype = packed_of(old) is not None
-    dtype = _dtype_of(places[0], handle.layer)
+    dtype = dtype_of_rows(places[0], handle.layer)
     parameter = nn.Parameter(RemoteWeight.whole(handle, dtype, device or old.device), requires_grad=False)
     for place in places:
         owner = place.owner

@@ -16,6 +16,7 @@ from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import RemoteWeight
 
 logger = logging.getLogger("symbiosis")
+PACKED = "%s holds these weights packed as %s, so results are those of the packed weights, and not of this checkpoint's"
 # Of a configuration, what decides results; the rest is of shapes, training, generation and tokens.
 DECIDES = ("*rope_*", "*norm*", "*_eps", "*epsilon*", "*_act", "*activation*", "*head*", "*_per_tok", "*window*", "*softcap*", "*scal*", "*multiplier*", "*rotary*", "*layer_types*")  # fmt: skip
 
@@ -32,11 +33,7 @@ def warn_of_differences(model: nn.Module, session: Session, report: WrapReport) 
         )
     packed = sorted({layer.packed for layer in session.manifest if layer.packed and layer.name in report.wrapped})
     if packed and not getattr(base_model(model), "is_quantized", False):
-        logger.warning(
-            "%s holds these weights packed as %s, so results are those of the packed weights, and not of this checkpoint's",
-            session.endpoint,
-            " and ".join(packed),
-        )
+        logger.warning(PACKED, session.endpoint, " and ".join(packed))
     config = getattr(base_model(model), "config", None)
     mine = _settings(json.loads(config.to_json_string(use_diff=False))) if isinstance(config, PreTrainedConfig) else {}
     theirs = _settings(json.loads(session.welcome.config))

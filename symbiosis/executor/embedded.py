@@ -62,6 +62,7 @@ class Executor:
             if chosen.shares_weights and not shares:
                 logger.warning(KEEPS, ", ".join(filter(socket_path, chosen.listen)))
         store = Store(model, chosen.serve, chosen.integers)
+        del model  # so that the store lets go of a tensor when it moves it
         if shares:
             store.share_weights()
         self.server = self.server_class(store, chosen)

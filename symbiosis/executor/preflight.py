@@ -85,11 +85,6 @@ def check_quantised(options: Options, config: Mapping[str, Any]) -> None:
     told = told_quantisation(config)
     if told and options.quantize:
         raise ConfigError(f"--quantize {options.quantize}: the weights of {options.model!r} are quantised by {shown_method(told)} already: leave it out")  # fmt: skip
-    if (told or options.quantize) and options.integers:
-        raise ConfigError(
-            "--integers is for clients that hide their rows, and these test answers by weights of floats, which quantised ones are not: "
-            "leave it out, or serve floats"
-        )
     if (told or options.quantize) and options.on_gpu and not QUANTISED_ON_GPUS:
         raise ConfigError(
             f"quantised weights are held by a CPU only so far, as nobody has tried them on a GPU: serve {options.model!r} with --device cpu, or a "

@@ -7,14 +7,16 @@ from torch import Tensor, nn
 
 from symbiosis.kernels.packed import PackedWeight, ScaledWeight, TableWeight
 
+OF_4_BITS, OF_8_BITS = "Params4bit", "Int8Params"
+
 
 def packed_of(parameter: Tensor) -> PackedWeight | None:
     """Return a parameter of bitsandbytes as what it holds; None for any other tensor, and for one that is not packed yet."""
-    match type(parameter).__name__:
-        case "Params4bit":
-            return _four_bits(parameter, getattr(parameter, "quant_state", None))
-        case "Int8Params" if getattr(parameter, "SCB", None) is not None:
-            return _eight_bits(parameter, parameter.SCB)  # type: ignore[attr-defined]
+    name = type(parameter).__name__
+    if name == OF_4_BITS:
+        return _four_bits(parameter, getattr(parameter, "quant_state", None))
+    if name == OF_8_BITS and getattr(parameter, "SCB", None) is not None:
+        return _eight_bits(parameter, parameter.SCB)  # type: ignore[attr-defined]
     return None
 
 

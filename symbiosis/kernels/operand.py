@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from symbiosis.kernels.packed import PackedWeight
+
 Strides = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset
 
 
@@ -54,6 +56,14 @@ def cast(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     if matrix.dtype is not dtype and matrix.dim() == 3 and matrix.stride(0) == 0:
         return matrix[:1].to(dtype).expand_as(matrix)
     return matrix.to(dtype)
+
+
+def whole_part(packed: PackedWeight, wanted: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a part of a packed weight's matrix in this dtype, with the strides that it has in the whole one. Only the rows and columns in which
+    it lies are made whole. `wanted`: the part as a view of `weight`, which has the packed one's shape and no values."""
+    rows = rows_of(wanted, weight)
+    whole = packed.whole(dtype, rows, columns_of(wanted, weight))
+    return whole.as_strided(wanted.shape, wanted.stride(), wanted.storage_offset() - rows.start * weight.shape[-1])
 
 
 def norms(weight: Tensor, kind: str, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:

@@ -22,6 +22,8 @@ ALL = slice(None)
 CODES = (
     "codes",
 )  # the part that is the same wherever a weight is packed: of packed scales a few differ from device to device
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+RUN = 32  # values of mxfp4 that have one exponent
 Shape = tuple[int, ...]
 
 
@@ -275,6 +277,46 @@ class GroupedWeight(PackedWeight):
             torch.cat([getattr(one, name) for one in all_of], -2) for name in ("codes", "scale", "zero")
         )
         return GroupedWeight((*codes.shape[:-1], self.shape[-1]), self.format, codes, scale, zero, self.group)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroscaledWeight(PackedWeight):
+    """Floats of 4 bits (mxfp4), two in a byte, the low ones first, with a power of 2 for each 32 of them. They lie by outputs, and the layer holds
+    a stack of matrices by inputs."""
+
+    codes: Tensor  # (E, N, K / 2), of a weight (E, K, N)
+    exponents: Tensor  # (E, N, K / 32), less 127
+
+    def __post_init__(self) -> None:
+        E, K, N = self.shape
+        if tuple(self.codes.shape) != (E, N, K // 2) or tuple(self.exponents.shape) != (E, N, K // RUN) or K % RUN:
+            raise ValueError(
+                f"codes of {tuple(self.codes.shape)} and exponents of {tuple(self.exponents.shape)} do not make a weight of {self.shape}"
+            )
+
+    @property
+    def scales(self) -> Tensor:
+        return _powers(self.exponents)
+
+    def _values(self, first: int, last: int, left: int, right: int) -> Tensor:
+        _, K, _ = self.shape
+        found = torch.empty(last - first, right - left, device=self.device)
+        for expert in range(first // K, -(-last // K)):
+            begin, end = max(first, expert * K) - expert * K, min(last, expert * K + K) - expert * K
+            pairs = self.codes[expert, left:right, begin // 2 : -(-end // 2)]
+            codes = torch.stack([pairs & 15, pairs >> 4], -1).view(right - left, -1)[:, begin % 2 :][:, : end - begin]
+            run = torch.arange(begin, end, device=self.device) // RUN
+            values = (
+                torch.tensor(FP4, device=self.device)[codes.long()]
+                * _powers(self.exponents[expert, left:right])[:, run]
+            )
+            found[expert * K + begin - first : expert * K + end - first] = values.t()
+        return found
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """Return the powers of 2 of which these bytes are the exponents in float32, as they are in mxfp4 (255 is none)."""
+    return (exponents.to(torch.int32) << 23).view(torch.float32)
 
 
 def _pairs(table: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from symbiosis.kernels.packed import PIECE, PackedWeight, ScaledWeight, TableWeight
+from symbiosis.kernels.packed import PackedWeight, ScaledWeight, TableWeight
 
 FORMATS = ("int8", "fp8", "nf4")
+PIECE = 1 << 16  # values that are float32 at a time: packed weights are all that grows while a model is loaded
 FP8 = torch.float8_e4m3fn
 MOST_OF_FP8 = 448.0
 BLOCK, NESTED_BLOCK = 64, 256
@@ -45,14 +46,14 @@ def _by_rows(weight: Tensor, format: str) -> ScaledWeight:
     codes = torch.empty(rows.shape, dtype=dtype, device=weight.device)
     scale = torch.empty(len(rows), 1, device=weight.device)
     for piece in _pieces(rows):
-        values = rows[piece].float()
+        values = rows[piece].to(torch.float32, copy=True)
         largest = values.abs().amax(1, keepdim=True)
         if dtype is torch.int8:
             scale[piece] = largest * (1 / 127)
-            codes[piece] = (values * (127 / largest)).nan_to_num_(0).round_().to(dtype)
+            codes[piece] = values.mul_(127 / largest).nan_to_num_(0).round_().to(dtype)
         else:
             scale[piece] = largest / MOST_OF_FP8
-            codes[piece] = (values / scale[piece]).nan_to_num_(0).clamp_(-MOST_OF_FP8, MOST_OF_FP8).to(dtype)
+            codes[piece] = values.div_(scale[piece]).nan_to_num_(0).clamp_(-MOST_OF_FP8, MOST_OF_FP8).to(dtype)
     return ScaledWeight(shape, format, codes.view(shape), scale.view(*shape[:-1], 1), (1, shape[-1]))
 
 
@@ -67,9 +68,9 @@ def _nf4(weight: Tensor) -> TableWeight:
     absmax = torch.empty(len(runs), device=device)
     between = (table[:-1] + table[1:]) / 2
     for piece in _pieces(runs):
-        values = runs[piece].float()
+        values = runs[piece].to(torch.float32, copy=True)
         absmax[piece] = values.abs().amax(1)
-        scaled = (values * (1.0 / absmax[piece].clamp(min=1e-38))[:, None]).clamp_(-1, 1)
+        scaled = values.mul_((1.0 / absmax[piece].clamp(min=1e-38))[:, None]).clamp_(-1, 1)
         code = torch.bucketize(scaled, between, out_int32=True).to(torch.uint8)
         codes[piece] = (code[:, ::2] << 4) | code[:, 1::2]
     offset = absmax.mean()

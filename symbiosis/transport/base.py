@@ -9,6 +9,7 @@ from torch import Tensor
 
 from symbiosis.base.curve_keys import Keyring
 from symbiosis.errors import CallError
+from symbiosis.kernels.packed import PackedWeight
 from symbiosis.protocol import LONGEST_TEXT, Call, Hello, Limits, Reply, Welcome
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import Shapes, bytes_tensor
@@ -88,7 +89,7 @@ class Connection(Protocol):
         it; nothing where there is no such memory."""
         ...
 
-    def served_weights(self) -> dict[int, Tensor]:
+    def served_weights(self) -> dict[int, Tensor | PackedWeight]:
         """Return the served weights, by number in the manifest, with the biases that the executor adds, from memory that nobody can
         change; nothing where they are not shared."""
         ...

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from symbiosis.base.forks import at_fork, look_for_fork
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
+from symbiosis.kernels.packed import PackedWeight
 from symbiosis.protocol import Call, Hello, Refusal, Reply, Welcome, checked
 from symbiosis.transport.base import ServerPort, refuse
 from symbiosis.transport.reactor import Reactor
@@ -152,7 +153,7 @@ class InprocConnection:
     def commons(self) -> dict[int, Tensor]:
         return {}
 
-    def served_weights(self) -> dict[int, Tensor]:
+    def served_weights(self) -> dict[int, Tensor | PackedWeight]:
         return {}
 
     def beat(self) -> None:

@@ -30,6 +30,11 @@ def mapped(nbytes: int) -> Tensor:
     return over(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
+def apart(tensor: Tensor) -> Tensor:
+    """Return a copy of a CPU tensor in memory of its own, which goes back to the system with it. What lies among smaller blocks may not."""
+    return mapped(max(1, tensor.nbytes))[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
 def over(memory: mmap.mmap) -> Tensor:
     """Return a tensor over `memory`, which is unmapped when the last tensor over it goes."""
     return _tensor_over(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), memory.close)

@@ -1,5 +1,7 @@
 """Executors of quantised checkpoints, and of checkpoints that they pack: clients are the unsplit model with whole weights, bit for bit."""
 
+import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,9 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import symbiosis
 from symbiosis import training
 from symbiosis.errors import ConfigError, WrapError
+from symbiosis.executor.model import part as loading
 from symbiosis.executor.model.load import load_model
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.options import Options
+from symbiosis.executor.preflight import check_quantised
 from symbiosis.kernels.operand import matrix_of
+from symbiosis.kernels.packed import PackedWeight
+from symbiosis.kernels.packing import pack
 from symbiosis.protocol import Op
 from symbiosis.serving import Engine
 from symbiosis.serving.request import Request, Sampling
@@ -183,17 +191,6 @@ def test_servers_and_trainers_compute_with_packed_weights(tmp_path: Path) -> Non
         assert trained[0] and all(map(torch.equal, *trained))
 
 
-def test_packed_layers_are_called(tmp_path: Path) -> None:
-    """Also where other weights would be mapped."""
-    tiny_llama().save_pretrained(tmp_path / "model")  # type: ignore[operator]
-    url = f"local://{tmp_path}/executor.sock"
-    with symbiosis.Executor(str(tmp_path / "model"), quantize="fp8", listen=(url,)) as executor:
-        split = symbiosis.from_executor(url)
-        same(split, whole_of(tiny_llama(), executor))
-        stats = symbiosis.stats(split)
-        assert stats.calls > 0 and stats.direct == 0
-
-
 def test_a_model_that_bitsandbytes_has_packed(tmp_path: Path) -> None:
     """QLoRA's script, with `wrap` in it and without: losses and adapters are the same."""
     pytest.importorskip("bitsandbytes")
@@ -231,8 +228,8 @@ def test_a_model_that_bitsandbytes_has_packed(tmp_path: Path) -> None:
         mine, tensors = trained(split)
         assert mine == losses
         assert all(torch.equal(tensors[name], value) for name, value in adapter.items())
-        with pytest.raises(WrapError, match="privacy= and verify="):
-            symbiosis.wrap(load(tmp_path / "packed", dtype=torch.bfloat16), executor.endpoint, verify=True)
+        proved = symbiosis.wrap(load(tmp_path / "packed", dtype=torch.bfloat16), executor.endpoint, verify=True)
+        assert trained(proved)[0] == losses
     with symbiosis.Executor(str(tmp_path / "floats"), quantize="nf4") as executor:
         symbiosis.wrap(load(tmp_path / "floats", quantization_config=config), executor.endpoint)
     packed = load(tmp_path / "floats", quantization_config=config)
@@ -247,6 +244,20 @@ def test_what_is_not_served_is_not_packed(tmp_path: Path) -> None:
         layers = executor.server.store.manifest
         assert {layer.packed for layer in layers if ".mlp." in layer.name} == {"int8"}
         assert {layer.packed for layer in layers if ".mlp." not in layer.name} == {""}
+
+
+def test_whole_weights_are_held_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_mixtral().bfloat16().save_pretrained(tmp_path)  # type: ignore[operator]
+    seen: list[weakref.ref[Tensor]] = []
+
+    def packed(weight: Tensor, format: str) -> PackedWeight:
+        assert not any(earlier() is not None for earlier in seen[:-1])
+        seen.append(weakref.ref(weight))
+        return pack(weight, format)
+
+    monkeypatch.setattr(loading, "pack", packed)
+    store = Store(load_model(str(tmp_path), quantize="int8"))
+    assert len(seen) == len(store.packed) and not any(one() is not None for one in seen)
 
 
 def broken(tensors: dict[str, Tensor], key: str, change: Callable[[Tensor], Tensor | None]) -> None:
@@ -272,11 +283,12 @@ BAD: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
     "no table": ("nf4", "quant_map", lambda t: None, "lacks 'weight.quant_map'"),
     "zeros of another weight": ("gptq", "qzeros", lambda t: t[:, :1], "qzeros is"),
     "a group that is not there": ("gptq", "g_idx", lambda t: spoilt(t, 99), "columns are said to be in groups"),
+    "no scale of torchao": ("int8 torchao", "q_proj._weight_scale", lambda t: None, "q_proj.weight: lacks 'scale'"),
     "a part of another dtype": (
         "int8 bitsandbytes",
         "q_proj.weight",
         lambda t: t.float(),
-        "q_proj: codes of torch.float32",
+        "q_proj.weight: codes of torch.float32",
     ),
 }
 
@@ -285,18 +297,44 @@ BAD: dict[str, tuple[str, str, Callable[[Tensor], Tensor | None], str]] = {
 def test_a_damaged_checkpoint_is_refused_by_name(name: str, tmp_path: Path) -> None:
     format, key, change, message = BAD[name]
     write(tiny_llama(), tmp_path / "model", format)
-    tensors = load_file(tmp_path / "model/model.safetensors")
+    file = tmp_path / "model/model.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        said = opened.metadata()
+    tensors = load_file(file)
     broken(tensors, key, change)
-    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, file, metadata=said)
     with pytest.raises(ConfigError, match=message):
         symbiosis.Executor(str(tmp_path / "model"))
+
+
+BAD_CONFIGS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
+    "blocks of nothing": ("fp8 blocks", lambda told: told.update(weight_block_size=[0, 0]), "down_proj.weight: "),
+    "half a block": ("fp8 blocks", lambda told: told.update(weight_block_size=[32]), "down_proj.weight: "),
+    "another block": ("fp8 blocks", lambda told: told.update(weight_block_size=[16, 16]), "do not make a weight of"),
+    "blocks of a word": ("fp8 blocks", lambda told: told.update(weight_block_size="ab"), "down_proj.weight: "),
+    "groups in a list": ("int8 rows", lambda told: told.update(config_groups=[1]), "is not understood"),
+    "a group that is a word": ("int8 rows", lambda told: told.update(config_groups={"a": "b"}), "is not understood"),
+    "groups of another size": ("int4", lambda told: told["config_groups"]["group_0"]["weights"].update(group_size=8), "columns are said to be"),
+    "a size that is a word": ("awq", lambda told: told.update(group_size="a"), "down_proj.weight: invalid literal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_a_configuration_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
+    format, change, message = BAD_CONFIGS[name]
+    write(tiny_llama(layers=1), tmp_path / "model", format)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    change(config["quantization_config"])
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        load_model(str(tmp_path / "model"))
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     write(tiny_llama(), tmp_path / "model", "fp8 rows")
     with pytest.raises(ConfigError, match="compressed-tensors .float-quantized. already"):
         symbiosis.Executor(str(tmp_path / "model"), quantize="int8")
-    with pytest.raises(ConfigError, match="--integers is for clients that hide their rows"):
-        symbiosis.Executor(str(tmp_path / "model"), integers=(8,))
+    with pytest.raises(ConfigError, match="several ranks cannot hold quantised weights yet: serve .* on one device"):
+        check_quantised(Options(model="demo", devices="cpu", ranks=2), {"quantization_config": {"quant_method": "fp8"}})
     with pytest.raises(ConfigError, match="quantize is for models that the executor loads"):
         symbiosis.Executor(tiny_llama(), quantize="int8")

@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    BitsAndBytesConfig,
     PreTrainedModel,
 )
 
@@ -639,3 +640,33 @@ def test_a_quantised_checkpoint_is_refused_by_name(offer: Callable, shared: Shar
             shared(AutoModelForCausalLM, path, executor, require=True)
     except ModuleNotFoundError as error:
         pytest.skip(str(error))  # triton, without which some releases of transformers do not read it
+
+
+def test_floats_are_not_packed_unseen(offer: Callable, shared: Shared, caplog: pytest.LogCaptureFixture) -> None:
+    path, _ = offer(tiny_llama())
+    with symbiosis.Executor(path, quantize="int8") as executor:
+        with pytest.raises(NotShared, match="packed as int8, and this program loads whole ones"):
+            shared(AutoModelForCausalLM, path, executor, require=True)
+        model = shared(AutoModelForCausalLM, path, executor)
+        assert "packed as int8, so results are those of the packed weights" in caplog.text
+        assert list(remote_weights(model))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_bitsandbytes_in_4_bits(is_packed: bool, offer: Callable, shared: Shared, ids: Tensor, tmp_path: Path) -> None:
+    """A program that packs a checkpoint, or reads one that is packed, shares the base of an executor that holds the same."""
+    pytest.importorskip("bitsandbytes")
+    path, whole = offer(tiny_llama().bfloat16())
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    words: dict[str, Any] = {"quantization_config": config, "dtype": torch.bfloat16}
+    unsplit = AutoModelForCausalLM.from_pretrained(path, **words)
+    with pytest.raises(NotShared, match="packed as nf4, the executor's are whole"):
+        shared(AutoModelForCausalLM, path, whole, require=True, **words)
+    if is_packed:
+        unsplit.save_pretrained(path := tmp_path / "packed")
+        del words["quantization_config"]
+    with symbiosis.Executor(path, quantize=None if is_packed else "nf4") as executor:
+        split = shared(AutoModelForCausalLM, path, executor, require=True, **words)
+        assert len(list(remote_weights(split))) == 14 and split.is_loaded_in_4bit
+        adapters = [adapted(model) for model in (split, unsplit)]
+        assert_same(*[step(model, ids) for model in adapters])

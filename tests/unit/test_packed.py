@@ -8,7 +8,7 @@ from torch import Tensor
 
 from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.kernels import packed as kernels
-from symbiosis.kernels.packed import GroupedWeight, PackedWeight, ScaledWeight, TableWeight
+from symbiosis.kernels.packed import GroupedWeight, MicroscaledWeight, PackedWeight, ScaledWeight, TableWeight
 from symbiosis.kernels.packing import pack, packs
 
 
@@ -24,9 +24,17 @@ def grouped(rows: int, columns: int) -> PackedWeight:
     return GroupedWeight((rows, columns), "int4", codes, torch.rand(rows, 3), zero, torch.randint(0, 3, (columns,)))
 
 
+def microscaled(rows: int, columns: int) -> PackedWeight:
+    codes = torch.randint(0, 256, (2, columns, 16), dtype=torch.uint8)
+    return MicroscaledWeight(
+        (2, 32, columns), "mxfp4", codes, torch.randint(120, 130, (2, columns, 1), dtype=torch.uint8)
+    )
+
+
 KINDS: dict[str, Callable[[int, int], PackedWeight]] = {
     "blocks": blocks,
     "grouped": grouped,
+    "microscaled": microscaled,
     **{
         name: lambda rows, columns, name=name: pack(torch.randn(rows, columns), name) for name in ("int8", "fp8", "nf4")
     },

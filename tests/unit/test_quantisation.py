@@ -15,7 +15,10 @@ from symbiosis.executor.options import Options
 from symbiosis.executor.preflight import check, check_quantised
 
 UNREAD: dict[str, tuple[dict[str, Any], str]] = {
-    "mxfp4": ({"quant_method": "mxfp4"}, "quantised by mxfp4.*make its weights whole once"),
+    "torchao": (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+        "quantised by torchao .Int4WeightOnlyConfig.",
+    ),
     "unknown": ({"quant_method": "mallory"}, "quantised by mallory.*serve the checkpoint that it was made of"),
     "nameless": ({"bits": 4}, "quantised by an unknown method"),
 }

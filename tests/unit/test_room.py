@@ -1,5 +1,7 @@
 """Where a model fits, as `symbiosis doctor --model` says it."""
 
+import json
+
 import pytest
 
 from symbiosis.cli import model_fit
@@ -31,6 +33,8 @@ def test_half_as_many_bits_may_fit() -> None:
     found = fits("m", 100 * G, 50 * G, 64 * G, ())
     assert found.state == "warn" and found.remedy == "With --dtype bfloat16 it does: --device cpu"
     assert fits("m", 1000 * G, 500 * G, 64 * G, (80 * G,)).state == "FAIL"
+    found = fits("m", 200 * G, 100 * G, 64 * G, (), {"int8": 100 * G, "nf4": 52 * G})
+    assert found.state == "warn" and found.remedy == "With --quantize nf4 it does: --device cpu"
 
 
 def test_what_can_be_said_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +46,6 @@ def test_what_can_be_said_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(model_fit, "free_gpu_memory", lambda device: {"cuda:0": None, "cuda:1": 3 * G}[device])
     assert "It fits on: --device cuda:1" in room_for("demo").text
     assert room_for("/nowhere").state == "FAIL"
+    config = '{"quantization_config": {"quant_method": "fp8"}}'
+    monkeypatch.setattr(model_fit, "read_config", lambda folder: json.loads(config))
+    assert room_for("demo").state == "FAIL"  # a GPU does not hold quantised weights yet

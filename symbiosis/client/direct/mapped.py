@@ -4,7 +4,7 @@ Eager layers ask `weight_for_local_product` for their weight, and are ordinary l
 with views, experts, lookups, norms, reads) arrives as a `Call`, and is answered here instead of being sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from symbiosis.client.direct.rule import DECODE_ROWS, should_send
 from symbiosis.client.requests import are_tensors_seen, unshared, will_be_made_again
 from symbiosis.errors import CallError, Code
 from symbiosis.kernels.grouped import grouped
-from symbiosis.kernels.operand import cast, matrix_of, norms
+from symbiosis.kernels.operand import cast, matrix_of, norms, whole_part
+from symbiosis.kernels.packed import PackedWeight
 from symbiosis.kernels.product import product, sum_of_products
 from symbiosis.protocol import FLOATS, Call, Layer, Op, Priority, View, outputs_of
 from symbiosis.transport.base import Advice, Tokens
@@ -57,8 +58,8 @@ class Mapped:
     def __init__(self, manifest: list[Layer], priority: Priority | None, device: torch.device) -> None:
         self._manifest, self._priority, self.device = manifest, priority, device
         self._on_cpu = device.type == "cpu"
-        self._calls_some = any(layer.packed for layer in manifest)
-        self.weights: dict[int, Tensor] = {}
+        self.weights: dict[int, Tensor] = {}  # those that are packed are without values, on the meta device
+        self._packed: dict[int, PackedWeight] = {}
         self._matrices: dict[int, Matrix] = {}
         self.joins = 0
         self.fixed: Advice | None = None  # what holds for a step that is captured, whatever is advised meanwhile
@@ -71,18 +72,28 @@ class Mapped:
         self.calls = self.rows = self.multiplications = 0
         self._told = self._told_before = DirectFigures()  # to any executor, and to those before the one that is joined
 
-    def join(self, weights: dict[int, Tensor], page: Any) -> None:
+    def join(self, weights: Mapping[int, Tensor | PackedWeight], page: Any) -> None:
         """Use the weights of the executor that this client has just joined."""
-        self.weights, self._page = weights, page
+        self._packed = {number: weight for number, weight in weights.items() if isinstance(weight, PackedWeight)}
+        self.weights = {
+            number: self._shown(number) if isinstance(weight, PackedWeight) else weight
+            for number, weight in weights.items()
+        }
+        self._page = page
         self._matrices = {
             number: Matrix(weight, weight.dtype, weight.numel(), self._matrix(number, Op.FORWARD, None).shape[-2] or 1)
-            for number, weight in weights.items()
-            if weight.dim() == 2
+            for number, weight in self.weights.items()
+            if weight.dim() == 2 and number not in self._packed
         }
         self.joins += 1
-        matrices = [weight.nbytes for weight in weights.values() if weight.dim() > 1]
+        matrices = [weight.nbytes for weight in self.weights.values() if weight.dim() > 1]
         self._nbytes = sum(matrices) / max(1, len(matrices))
         self._told_before = self._told
+
+    def _shown(self, number: int) -> Tensor:
+        """Return what a packed weight looks like when it is whole, without its values."""
+        layer = self._manifest[number]
+        return torch.empty(layer.shape, dtype=TORCH_DTYPE[layer.dtype], device="meta")
 
     def take_over(self, before: "Mapped") -> "Mapped":
         """Count on from where another one's figures and joins are. Returns this one."""
@@ -97,8 +108,8 @@ class Mapped:
 
     @property
     def suffices(self) -> bool:
-        """Whether there are weights to multiply by, for all layers. Packed ones are not mapped."""
-        return bool(self.weights) and not self._calls_some
+        """Whether there are weights to multiply by."""
+        return bool(self.weights)
 
     @property
     def figures(self) -> DirectFigures:
@@ -175,7 +186,7 @@ class Mapped:
         found = {
             name: weight
             for name, (number, dtype) in wanted.items()
-            if (weight := self.weights.get(number)) is not None and weight.dtype is dtype
+            if (weight := self.weights.get(number)) is not None and weight.dtype is dtype and not weight.is_meta
         }
         if len(found) < len(wanted):
             return {}
@@ -246,29 +257,42 @@ class Mapped:
         results = []
         for layer in call.layers:
             bias = self._bias(layer).to(dtype) if call.bias else None
-            results.append(product(x_TK, cast(self._matrix(layer, call.op, None), dtype), bias))
+            results.append(product(x_TK, self._operand(layer, call.op, None, dtype), bias))
         return results
 
     def _gradient(self, call: Call, dys: Tensor) -> Tensor:
         """Return the gradient of the rows that a layer was given, or a group."""
         dtype = TORCH_DTYPE[call.dtype]
-        matrices = [cast(self._matrix(layer, call.op, None), dtype) for layer in call.layers]
+        matrices = [self._operand(layer, call.op, None, dtype) for layer in call.layers]
         each = cut(dys, tuple((call.shape[0], len(matrix)) for matrix in matrices) if call.also else ())
         return sum_of_products(list(zip(each, matrices, strict=True)))
 
     def _matrix(self, layer: int, op: Op, view: View | None) -> Tensor:
         return matrix_of(self.weights[layer], self._manifest[layer].transposes(op), view)
 
-    def _operand(self, call: Call) -> Tensor:
-        return cast(self._matrix(call.layer, call.op, call.view), TORCH_DTYPE[call.dtype])
+    def _operand(self, layer: int, op: Op, view: View | None, dtype: torch.dtype) -> Tensor:
+        """Return the matrix that `op` multiplies rows of this dtype by: one that is packed is made whole for it."""
+        matrix, packed = self._matrix(layer, op, view), self._packed.get(layer)
+        return cast(matrix, dtype) if packed is None else whole_part(packed, matrix, self.weights[layer], dtype)
+
+    def _operand_of(self, call: Call) -> Tensor:
+        return self._operand(call.layer, call.op, call.view, TORCH_DTYPE[call.dtype])
+
+    def _whole(self, layer: int) -> Tensor:
+        weight, packed = self.weights[layer], self._packed.get(layer)
+        return weight if packed is None else packed.whole(weight.dtype).view(weight.shape)
 
     def _lookup(self, call: Call, payload: Payload) -> Tensor:
-        return self.weights[call.layer][payload[0]].to(TORCH_DTYPE[call.dtype])
+        weight, packed = self.weights[call.layer], self._packed.get(call.layer)
+        rows = weight[payload[0]] if packed is None else packed.rows(weight.dtype, payload[0])
+        return rows.to(TORCH_DTYPE[call.dtype])
 
     def _norms(self, call: Call, _: Payload) -> Tensor:
-        return norms(self.weights[call.layer], self._manifest[call.layer].kind, TORCH_DTYPE[call.dtype])
+        return norms(self._whole(call.layer), self._manifest[call.layer].kind, TORCH_DTYPE[call.dtype])
 
     def _read(self, call: Call, _: Payload) -> Tensor:
+        if call.layer in self._packed:
+            return self._operand_of(call)
         return self._matrix(call.layer, call.op, call.view).to(TORCH_DTYPE[call.dtype], copy=True)
 
     def _bias(self, layer: int) -> Tensor:
@@ -277,13 +301,13 @@ class Mapped:
     def _product(self, call: Call, payload: Payload) -> Tensor:
         outputs = outputs_of(self._manifest[call.layer], call.view) if call.bias and call.view else None
         bias = None if outputs is None else self._bias(call.layer)[outputs].to(TORCH_DTYPE[call.dtype])
-        return product(as_multiplied(call, payload[0]), self._operand(call), bias)
+        return product(as_multiplied(call, payload[0]), self._operand_of(call), bias)
 
     def _left(self, call: Call, payload: Payload) -> Tensor:
-        return torch.matmul(self._operand(call), as_multiplied(call, payload[0]))
+        return torch.matmul(self._operand_of(call), as_multiplied(call, payload[0]))
 
     def _grouped(self, call: Call, payload: Payload) -> Tensor:
-        return grouped(payload[0], self._operand(call), payload[1])
+        return grouped(payload[0], self._operand_of(call), payload[1])
 
 
 def answered_despite(

@@ -22,7 +22,7 @@ from symbiosis.kernels.integers import quantise
 from symbiosis.protocol import Call, Op, Priority, View, width
 from symbiosis.transport import Connection
 from symbiosis.transport.fingerprint import digest
-from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
+from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, Shapes, cut
 
 Group = tuple[GroupMember, ...]
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -30,7 +30,9 @@ CARRY_NOTHING = frozenset((Op.NORMS, Op.READ, Op.STATS))  # ops that tell an exe
 
 
 class Level(Protocol):
-    """A way to hide rows."""
+    """A way to hide rows. `wire` is the dtype in which it sends them, if that is not their own."""
+
+    wire: torch.dtype | None
 
     def open(self, session: "PrivateSession") -> None:
         """Check, after the session has joined, that its executor can do what this level needs."""
@@ -56,6 +58,8 @@ class Privacy(Protocol):
 class Plain:
     """Sends rows as they are, for clients that only want their answers proved."""
 
+    wire = None
+
     def __init__(self, proofs: Proofs | None = None) -> None:
         self.proofs = proofs
 
@@ -70,6 +74,13 @@ class Plain:
             self.proofs.learn_floats(number, v_KN)
 
     def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
+        for layer in (self._session.manifest[member.layer] for member in group):
+            if layer.packed and layer.dtype != DTYPE_NAME[x_TK.dtype]:
+                raise CallError(
+                    Code.BAD_DTYPE,
+                    f"{layer.name}: packed weights are rounded to the dtype of the rows, and this client has learned them in {layer.dtype}, not "
+                    f"{x_TK.dtype}: keep the model in {layer.dtype}",
+                )
         call, shapes = rows_call(op, group, x_TK.dtype, x_TK.shape, priority)
         return asked(self._session, self.proofs, call, (x_TK,), shapes, x_TK)
 
@@ -107,6 +118,7 @@ class PrivateSession(Pinned):
     ) -> None:
         self.level, self.proofs = privacy.level(proofs), proofs
         self._norms: dict[int, Tensor] = {}
+        self._digests: dict[int, str] = {}  # of what packed weights stand for
         super().__init__(endpoint, **options)
         self.others: list[Session] = []  # with other operators
         try:
@@ -126,7 +138,10 @@ class PrivateSession(Pinned):
 
     def learn(self, layer: int, weight: Tensor) -> None:
         """Learn what the level needs of a layer, before `wrap` gives its weight away."""
-        outputs_first = self.manifest[layer].kind == "linear"
+        told = self.manifest[layer]
+        outputs_first = told.kind == "linear"
+        if told.packed:
+            self._digests[layer] = digest(weight.to(TORCH_DTYPE[told.dtype]))
         rows = (weight if outputs_first else weight.t()).to(torch.promote_types(weight.dtype, torch.float32))
         self._norms[layer] = rows.square().sum(-1).cpu()
         self.level.learn(layer, weight.t() if outputs_first else weight)
@@ -184,7 +199,7 @@ class PrivateSession(Pinned):
         """Return a weight, or a view of it, if it is the one that `wrap` was told of and compared with the client's."""
         told = self.manifest[layer]
         weight = super().call(Op.READ, layer, dtype=TORCH_DTYPE[told.dtype], **words)
-        if tuple(weight.shape) != told.shape or digest(weight) != told.digest:
+        if tuple(weight.shape) != told.shape or digest(weight) != self._digests.get(layer, told.digest):
             raise CallError(
                 Code.WRONG_ANSWER,
                 f"{self.endpoint} answered READ of {told.name} with other values than it served when this client joined. Do not use this "
@@ -253,6 +268,8 @@ class IntegerLevel:
 
     The result of `masked` is the product of the integers with the executor's quantised weights: the masks leave nothing behind.
     """
+
+    wire = None  # integers are made of weights in their layer's dtype
 
     def __init__(self, bits: int, proofs: Proofs | None) -> None:
         self.bits, self.dtype, self.proofs = bits, INTEGERS[bits], proofs

@@ -66,6 +66,8 @@ class Noise:
 class NoiseLevel:
     """Adds noise to rows, and takes its effects away."""
 
+    wire = WIRE
+
     def __init__(self, options: Noise, proofs: Proofs | None) -> None:
         self.options, self.proofs = options, proofs
         self._noise: dict[int, Tensor] = {}  # by width

@@ -252,6 +252,11 @@ class PadsLevel(IntegerLevel):
 
     def learn(self, number: int, v_KN: Tensor) -> None:
         layer = self._session.manifest[number]
+        if layer.packed:
+            raise WrapError(
+                f"{layer.name}: pads are made from whole weights, and {self._session.endpoint} holds this one packed as {layer.packed}: use an "
+                "executor of floats, or privacy=Split(...)"
+            )
         effect = self._effect(layer.name, gradient=False)
         if effect.digest != layer.digest:
             raise WrapError(

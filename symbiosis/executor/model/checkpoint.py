@@ -24,6 +24,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 LONGEST_HEADER = 100 << 20  # bytes; the limit of safetensors
 AT_ONCE = 1 << 30  # bytes of whole tensors that a rank with a part of each holds while it loads
 PACKED_BITS = {"int8": 8.0, "fp8": 8.0, "nf4": 4.13}  # of a value, its scales included
+VALUES = {"I8": 1, "U8": 2, "I32": 8}  # of a packed weight, in one number
 WHOLE = ("embed", "wte", "wpe", "lm_head", "norm")  # in the names of what `quantize` leaves as it is
 BITS = re.compile(r"\d+")
 
@@ -135,7 +136,8 @@ def weights_nbytes(
             total += int(math.prod(shape) * PACKED_BITS[quantize]) // 8 + 4 * math.prod(shape[:-1])
         else:
             total += nbytes_of(kind, shape, dtype_bits)
-        total += sum(math.prod(shape) * more // 8 for more in integers if "F" in kind and len(shape) > 1)
+        if len(shape) > 1 and ("F" in kind or kind in VALUES):
+            total += sum(math.prod(shape) * VALUES.get(kind, 1) * more // 8 for more in integers)
     return total
 
 

@@ -4,6 +4,7 @@ What lies in memory is what lies in the file, except for GPTQ, AWQ and compresse
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,14 +14,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from symbiosis.base.memory import give_back
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.quantisation import shown_method
-from symbiosis.kernels.packed import GroupedWeight, PackedWeight, ScaledWeight, TableWeight
+from symbiosis.kernels.packed import GroupedWeight, MicroscaledWeight, PackedWeight, ScaledWeight, TableWeight
+from symbiosis.transport.release import apart
 
 STATE = ".quant_state.bitsandbytes__"
 IN_ORDER, AWQ_ORDER = (0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7)
 CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2")  # dtypes of which no plain weight is
 NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
+TORCHAO = ("Int8Tensor", "Float8Tensor")
 Parts = Mapping[str, Tensor]  # of one weight, by the ends of their names
 Told = Mapping[str, Any]
 
@@ -31,23 +35,30 @@ class QuantisedFiles:
     def __init__(self, name: str, files: Sequence[Path], told: Told, opened: ExitStack) -> None:
         """The files stay open as long as `opened`."""
         self._holders: dict[str, Any] = {}
+        said: dict[str, str] = {}  # of tensors, by torchao
         for file in files:
             holder = opened.enter_context(safe_open(file, framework="pt"))
+            said |= holder.metadata() or {}
             self._holders |= dict.fromkeys(holder.keys(), holder)
-        read, ends = READERS[str(told["quant_method"])]
+        read, marks = READERS[str(told["quant_method"])]
         self.packed: dict[str, PackedWeight] = {}
         used: set[str] = set()
         problems: list[str] = []
-        for module, keys in self._modules(ends):
+        for name_of_weight, keys in self._named(marks) if isinstance(marks, re.Pattern) else self._in_modules(marks):
             try:
-                packed = read({end: self.read(key) for end, key in keys.items()}, told)
+                parts = {end: self.read(key) for end, key in keys.items()}
+                packed = read(parts, {**told, "of_tensor": json.loads(said.get(name_of_weight, "{}"))})
                 problem = None if packed is None else packed.problem()
-            except (ValueError, KeyError, RuntimeError, TypeError, NotImplementedError) as error:
-                packed, problem = None, f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            except KeyError as error:
+                packed, problem = None, f"lacks {error}"
+            except (ValueError, RuntimeError, TypeError, IndexError, ArithmeticError, AttributeError) as error:
+                packed, problem = None, str(error)
             if problem is not None:
-                problems.append(f"{module}: {problem}")
+                problems.append(f"{name_of_weight}: {problem}")
             elif packed is not None:
-                self.packed[f"{module}.weight"] = packed
+                self.packed[name_of_weight] = packed
+                if isinstance(packed, GroupedWeight):  # which was laid out anew
+                    give_back()
                 used |= {key for end, key in keys.items() if end != "bias"}
         self.others = [key for key in self._holders if key not in used]
         problems += [f"{key}: its scales are missing" for key in self.others if self.lazy(key).get_dtype() in CODES]
@@ -63,15 +74,23 @@ class QuantisedFiles:
         """Return a tensor that is read by `[...]`."""
         return self._holders[key].get_slice(key)
 
-    def _modules(self, ends: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-        """Yield the modules of which a tensor's name has one of these ends, with the names of all their tensors, by end."""
+    def _named(self, pattern: re.Pattern[str]) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yield the weights of whose parts this is the names' pattern, with the names of these, by end."""
+        found: dict[str, dict[str, str]] = {}
+        for key in self._holders:
+            if match := pattern.fullmatch(key):
+                found.setdefault(f"{match['module']}{match['weight']}", {})[match["end"]] = key
+        yield from sorted(found.items())
+
+    def _in_modules(self, ends: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yield the weights of modules of which a tensor's name has one of these ends, with the names of all their tensors, by end."""
         marks = {self._module(key, end) for key in self._holders for end in ends if _has_end(key, end)}
         found: dict[str, dict[str, str]] = {module: {} for module in sorted(marks)}
         for key in self._holders:
             for module in _prefixes(key):
                 if module in found:
                     found[module][key.removeprefix(f"{module}.")] = key
-        yield from found.items()
+        yield from ((f"{module}.weight", keys) for module, keys in found.items())
 
     def _module(self, key: str, end: str) -> str:
         return key[: key.rindex(end)].removesuffix(".weight").removesuffix(".")
@@ -177,6 +196,29 @@ def _awq(parts: Parts, told: Told) -> PackedWeight:
     return _grouped((rows, columns), codes.t(), scales.t(), zero.t(), order)
 
 
+def _mxfp4(parts: Parts, told: Told) -> PackedWeight:
+    blocks, exponents = parts["blocks"], parts["scales"]
+    if blocks.dtype != torch.uint8 or exponents.dtype != torch.uint8 or blocks.dim() != 4:
+        raise ValueError(f"its blocks are {tuple(blocks.shape)} of {blocks.dtype}, and its scales of {exponents.dtype}")
+    experts, rows, runs, half = blocks.shape
+    return MicroscaledWeight((experts, 2 * half * runs, rows), "mxfp4", blocks.reshape(experts, rows, -1), exponents)
+
+
+def _torchao(parts: Parts, told: Told) -> PackedWeight:
+    kind, figures = told["of_tensor"].get("_type"), told["of_tensor"].get("_data", {})
+    if kind not in TORCHAO:
+        what = (
+            f"it is a {kind} of torchao, which is not read" if kind else "the file does not say what torchao made of it"
+        )
+        raise ValueError(f"{what}: {' and '.join(TORCHAO)} are read")
+    codes, scale, block = parts["qdata"], parts["scale"], figures["block_size"]
+    if codes.dtype not in NAMES or any(size != 1 for size in block[:-2]):
+        raise ValueError(f"its codes are {codes.dtype}, in blocks of {block}")
+    if scale.dim() == 1:
+        scale = scale[:, None]
+    return ScaledWeight(tuple(codes.shape), NAMES[codes.dtype], codes, scale, (int(block[-2]), int(block[-1])))
+
+
 def _group_size(told: Told, columns: int) -> int:
     size = int(told.get("group_size", 128))
     return size if size > 0 else columns
@@ -186,7 +228,8 @@ def _grouped(shape: tuple[int, int], codes: Tensor, scale: Tensor, zero: Tensor,
     """Return integers by rows. `codes` are of 4 bits, one in a byte."""
     codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2)).contiguous()
     pairs = codes[:, ::2] | (codes[:, 1::2] << 4)
-    return GroupedWeight(shape, "int4", pairs, scale.contiguous(), zero.contiguous(), group.to(torch.int32))
+    weight = GroupedWeight(shape, "int4", pairs, scale.contiguous(), zero.contiguous(), group.to(torch.int32))
+    return weight.with_parts(apart)
 
 
 def _nibbles(packed: Tensor, count: int, order: Sequence[int] = IN_ORDER) -> Tensor:
@@ -202,11 +245,19 @@ def _must_be(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
         raise ValueError(f"{name} is {tuple(tensor.shape)}, and belongs to a weight where it is {shape}")
 
 
-# For each quant_method: what makes a weight of the parts of a module, and the ends of names by which such modules are known.
-READERS: dict[str, tuple[Callable[[Parts, Told], PackedWeight | None], tuple[str, ...]]] = {
+# For each quant_method: what makes a weight of its parts, and the ends of names by which modules with such parts are known, or what the names of
+# parts look like.
+READERS: dict[str, tuple[Callable[[Parts, Told], PackedWeight | None], tuple[str, ...] | re.Pattern[str]]] = {
     "bitsandbytes": (_bitsandbytes, (STATE, ".SCB")),
     "fp8": (_fine_grained, (".weight_scale_inv",)),
     "compressed-tensors": (_compressed, (".weight_scale", ".weight_packed")),
     "gptq": (_gptq, (".qweight",)),
     "awq": (_awq, (".qweight",)),
+    "mxfp4": (_mxfp4, re.compile(r"(?P<module>.*\.)(?P<weight>\w+)_(?P<end>blocks|scales)")),
+    "torchao": (
+        _torchao,
+        re.compile(
+            r"(?P<module>.*\.)_(?P<weight>\w+?)_(?P<end>qdata|scale_and_zero|per_tensor_scale|act_pre_scale|scale|zero_point)"
+        ),
+    ),
 }

@@ -17,12 +17,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import core_model_loading
 
+from symbiosis.base.memory import give_back
 from symbiosis.executor.model.packed_checkpoint import QuantisedFiles
 from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.executor.model.store import served_entries
 from symbiosis.kernels.packed import PackedWeight
 from symbiosis.kernels.packing import pack, packs
 from symbiosis.transport.fingerprint import digest
+from symbiosis.transport.release import apart
 from symbiosis.transport.tensors import CPU
 
 ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # has transformers read a tensor when it is its turn
@@ -90,7 +92,10 @@ def load_packing(
         def packed(name: str, value: Tensor) -> Tensor:
             if name not in served:
                 return value
-            weight = replace(pack(value, quantize), source=digest(value))
+            weight: PackedWeight = replace(pack(value, quantize), source=digest(value))
+            if value.device == CPU:
+                weight = weight.with_parts(apart)
+                give_back()
             return PackedTensor(weight, value.dtype)
 
         with ExitStack() as opened, _each_weight(packed):

@@ -1,6 +1,7 @@
 """How a checkpoint says that its weights are quantised, and whether the executor reads them so. It loads no torch."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,9 @@ KEYS = ("quantization_config", "compression_config")
 COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 READ = (
     "bitsandbytes (int8, nf4, fp4), fp8 (in blocks or by rows), compressed-tensors (8 bits, or packed integers of 4), "
-    "gptq and awq (4 bits)"
+    "gptq and awq (4 bits), mxfp4, and torchao (8 bits)"
 )
-# What makes the weights whole, by quant_method; else where they came from has them.
-REMEDIES = {
-    "mxfp4": "AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(FOLDER)"
-}
+OF_TORCHAO = re.compile(r"(Int8|Float8)\w*Config")  # whose weights are of 8 bits
 
 
 def told_quantisation(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -39,27 +37,26 @@ def _told(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def check_format(name: str, config: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the weights of the model `name` are quantised in a way that the executor does not read."""
     told = told_quantisation(config)
-    if told is None or _is_read(told):
-        return
-    remedy = REMEDIES.get(str(told.get("quant_method")))
-    how = (
-        f"make its weights whole once, by {remedy}, and serve FOLDER"
-        if remedy
-        else "serve the checkpoint that it was made of (with --quantize, if its weights are to be packed)"
-    )
+    try:
+        if told is None or _is_read(told):
+            return
+    except (AttributeError, TypeError):
+        raise ConfigError(
+            f"cannot serve {name!r}: what its config.json says of quantised weights is not understood: copy it again"
+        ) from None
     raise ConfigError(
-        f"cannot serve {name!r}: its weights are quantised by {shown_method(told)}, which the executor does not read: {how}. "
-        f"Read are {READ}"
+        f"cannot serve {name!r}: its weights are quantised by {shown_method(told)}, which the executor does not read: serve the checkpoint that it "
+        f"was made of (with --quantize, if its weights are to be packed). Read are {READ}"
     )
 
 
 def _is_read(told: Mapping[str, Any]) -> bool:
     """Whether the executor knows this format."""
     match told.get("quant_method"):
-        case "bitsandbytes":
+        case "bitsandbytes" | "fp8" | "mxfp4":
             return True
-        case "fp8":
-            return True
+        case "torchao":
+            return bool(OF_TORCHAO.fullmatch(_torchao_config(told)))
         case "gptq" | "awq":
             return told.get("bits", told.get("w_bit", 4)) == 4 and told.get("version", "gemm") == "gemm"
         case "compressed-tensors":
@@ -73,6 +70,13 @@ def _is_read_scheme(told: Mapping[str, Any], scheme: Mapping[str, Any]) -> bool:
     return format in COMPRESSED and (scheme.get("weights") or {}).get("num_bits") == bits
 
 
+def _torchao_config(told: Mapping[str, Any]) -> str:
+    """Return the name of torchao's configuration for all weights."""
+    kind = told.get("quant_type")
+    default = kind.get("default") if isinstance(kind, Mapping) else None
+    return str(default.get("_type")) if isinstance(default, Mapping) else str(kind)
+
+
 def shown_method(told: Mapping[str, Any]) -> str:
     """Return the name of a method, with what else tells it from others.
 
@@ -82,6 +86,8 @@ def shown_method(told: Mapping[str, Any]) -> str:
     method = str(told.get("quant_method", "an unknown method"))
     if method == "bitsandbytes":
         return f"bitsandbytes ({told.get('bnb_4bit_quant_type', 'fp4') if told.get('load_in_4bit') else 'int8'})"
+    if method == "torchao":
+        return f"torchao ({_torchao_config(told)})"
     bits = f"{told['bits']} bits" if told.get("bits") else None
     block = f"blocks of {told['weight_block_size']}" if told.get("weight_block_size") else None
     more = told.get("format") or block or bits

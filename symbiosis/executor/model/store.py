@@ -18,11 +18,11 @@ from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.kernels.integers import quantise, warm
 from symbiosis.kernels.of_bitsandbytes import dtype_of, packed_of
-from symbiosis.kernels.operand import cast, columns_of, matrix_of, rows_of
+from symbiosis.kernels.operand import cast, matrix_of, whole_part
 from symbiosis.kernels.packed import CODES, PackedWeight
 from symbiosis.protocol import ELSEWHERE, MAX_DIM, WEIGHT_BITS, Call, Layer, Op, View, outputs_of
 from symbiosis.transport.fingerprint import digest, model_fingerprint
-from symbiosis.transport.local import shared_weights
+from symbiosis.transport.local import packed_file, shared_weights
 from symbiosis.transport.tensors import CPU, DTYPE_NAME, TORCH_DTYPE
 
 SERVED_KINDS = ("linear", "conv1d", "tensor", "embedding")
@@ -182,6 +182,9 @@ class Store:
             served = shared_weights.taken(self.manifest, self.files[0].fileno(), served=True)
         for number, weight in served.items():
             self.weights[number] = weight
+        if self.packed:
+            self.files.append(packed_file.publish(self.packed))
+            self.packed = packed_file.taken(self.manifest, self.files[-1].fileno())
         self.matrix.cache_clear()
 
     def close_files(self) -> None:
@@ -207,7 +210,8 @@ class Store:
         return [number for number, layer in enumerate(self.manifest) if layer.kind in ("linear", "conv1d")]
 
     def _quantised(self, layer: int, bits: int) -> Tensor:
-        return quantise(self.matrix(layer, Op.FORWARD, None), bits)[0]
+        matrix = matrix_of(self.whole(layer), self.manifest[layer].transposes(Op.FORWARD), None)
+        return quantise(matrix, bits)[0]
 
     def offers(self, layer: int, bits: int) -> bool:
         """Whether integers can be multiplied by this layer's weights of so many bits."""
@@ -240,20 +244,11 @@ class Store:
             digits_DKN = self._digits[layer, WEIGHT_BITS[dtype]]
             return (digits_DKN if op.traits.by_transpose else digits_DKN.transpose(1, 2))[part]
         matrix, wanted = self.matrix(layer, op, view), TORCH_DTYPE[dtype]
-        if layer in self.packed:
-            return self._whole_operand(layer, matrix, wanted, part)
         if part != (...,):
             matrix = matrix[part]
+        if layer in self.packed:
+            return whole_part(self.packed[layer], matrix, self.weights[layer], wanted)
         return matrix if matrix.dtype is wanted else cast(matrix, wanted)
-
-    def _whole_operand(self, layer: int, matrix: Tensor, dtype: torch.dtype, part: tuple[Any, ...]) -> Tensor:
-        """Return a part of a packed layer's matrix in this dtype, with the strides that it has in the whole one. Only the rows and columns of
-        the weight in which it lies are made whole."""
-        wanted = matrix[part] if part != (...,) else matrix
-        weight = self.weights[layer]
-        rows = rows_of(wanted, weight)
-        whole = self.packed[layer].whole(dtype, rows, columns_of(wanted, weight))
-        return whole.as_strided(wanted.shape, wanted.stride(), wanted.storage_offset() - rows.start * weight.shape[-1])
 
     def whole(self, layer: int) -> Tensor:
         """Return a weight, made whole if it is packed."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from symbiosis.errors import Code, ConnectionLost, HandshakeFailed, ProtocolError
+from symbiosis.kernels.packed import PackedWeight
 from symbiosis.protocol import (
     CALL_SIZE,
     LONGEST_TEXT,
@@ -35,7 +36,7 @@ from symbiosis.protocol import (
     encode_call,
 )
 from symbiosis.transport.control_messages import connected, received, send
-from symbiosis.transport.local import shared_page, shared_weights, striped_weights
+from symbiosis.transport.local import packed_file, shared_page, shared_weights, striped_weights
 from symbiosis.transport.local.segment import (
     CALL_AT,
     CALL_BELL_AT,
@@ -195,11 +196,13 @@ class LocalConnection:
         with self._answered(Share(), Shared, 1, self.welcome.ranks) as (_, fds):
             return held_in(self.welcome, fds, served=False)
 
-    def served_weights(self) -> dict[int, Tensor]:
-        with self._answered(Share(weights=True), Shared, 0, 2, self.welcome.ranks + 1) as (_, fds):
+    def served_weights(self) -> dict[int, Tensor | PackedWeight]:
+        is_packed = any(layer.packed for layer in self.welcome.manifest)
+        with self._answered(Share(weights=True), Shared, 0, 2 + is_packed, self.welcome.ranks + 1) as (_, fds):
             if not fds:
                 return {}
-            weights = held_in(self.welcome, fds[:-1], served=True)
+            packed = packed_file.taken(self.welcome.manifest, fds[1]) if is_packed else {}
+            weights = held_in(self.welcome, fds[: 1 if is_packed else -1], served=True) | packed
             page = Slab(fds[-1], shared_page.NBYTES)
             fds.pop()  # which is the slab's now
             self.page = SharedPage(page)

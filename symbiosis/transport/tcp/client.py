@@ -15,6 +15,7 @@ from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from symbiosis.errors import CallError, Code, ConnectionLost, HandshakeFailed, ProtocolError
+from symbiosis.kernels.packed import PackedWeight
 from symbiosis.protocol import (
     MAGIC_REPLY,
     MAX_WELCOME,
@@ -200,7 +201,7 @@ class TcpConnection:
     def commons(self) -> dict[int, Tensor]:
         return {}
 
-    def served_weights(self) -> dict[int, Tensor]:
+    def served_weights(self) -> dict[int, Tensor | PackedWeight]:
         return {}
 
     def beat(self) -> None:
