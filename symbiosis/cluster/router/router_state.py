@@ -98,7 +98,12 @@ class RouterState(ApiState):
             count.end()
             raise busy("so many requests of this key wait for their answers", "share_of_key")
         wish = RoutingRequest(model=seen.member.model, sequences=0, tenant=tenant)
-        return Forward(self.view, seen, sent_of(request, data), wish, lambda _: (held.end(), count.end()))
+
+        def end(_: bytes) -> None:
+            held.end()
+            count.end()
+
+        return Forward(self.view, seen, sent_of(request, data), wish, end)
 
     def respond(self, request: Request, tenant: Tenant, asked: ResponseFields, data: bytes) -> Forward:
         """Return the answer to /v1/responses: of the server that has what it goes on from, or of one that has room."""
