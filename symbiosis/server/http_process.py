@@ -14,6 +14,7 @@ import uvicorn
 from symbiosis.base.logs import name_process, set_up_logging
 from symbiosis.base.memory import look_at_what_is_new, look_seldom
 from symbiosis.base.pulse import BEAT_S, SILENT_S
+from symbiosis.base.threads import take_turns_often
 from symbiosis.server import tracing
 from symbiosis.server.connections import server_of
 from symbiosis.server.ipc.engine_client import EngineClient
@@ -78,6 +79,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     started = msgspec.json.decode(sys.argv[1], type=Started)
     look_seldom()
+    take_turns_often()
     do_without_torch()
     name_process("http")
     set_up_logging(started.options.log_format)

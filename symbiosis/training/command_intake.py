@@ -44,7 +44,7 @@ class CommandIntake:
         self._queue = CommandQueue(most)
         self._early: set[Any] = set()  # runs with commands that wait for one before them
         self._recent: dict[Any, int] = {}  # the number of the pass in which a run was
-        self.last_s = 0.0  # what the last pass took
+        self.last_s = 0.0  # what the last pass took, or the last part of a large one
         self.share = together  # tokens of a pass while there are others, who wait for no more
         self._arrived = self._free_since = 0.0  # when the last command came, and since when one could be done
         self._had_calls = self._closed = False

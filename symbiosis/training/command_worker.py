@@ -111,7 +111,7 @@ class CommandWorker:
             else:
                 self._finish(run, command, outcome, None, share)
         self._write_if_due([run for run, _, _ in there])
-        self._intake.passed([run for run, _ in commands], self._passes.count, took)
+        self._intake.passed([run for run, _ in commands], self._passes.count, self._passes.last_s)
 
     def _let_others(self, runs: set[Run]) -> float:
         """Do what waits of others, in the midst of a large pass of these runs. Return how long it took."""

@@ -10,8 +10,8 @@ from symbiosis.training.run_command import FORWARD_BACKWARD, Command, PassResult
 from symbiosis.training.run_work import RunWork
 from symbiosis.training.train_state import TrainState
 
-SHARE_S = 0.25  # so long a part of a large pass takes while others wait
-LEAST_SHARE = 256  # tokens
+SHARE_S = 0.1  # so long a part of a large pass takes while others wait
+LEAST_SHARE = 128  # tokens
 
 
 class JoinedPasses:
@@ -24,7 +24,8 @@ class JoinedPasses:
     def __init__(self, model: PackedModel, most: int) -> None:
         self._model, self._most = model, most
         self.count = self.runs = 0  # passes, and the runs in them
-        self._pace = 4 * LEAST_SHARE / SHARE_S  # tokens per second: the best of late
+        self._pace = 8 * LEAST_SHARE / SHARE_S  # tokens per second: the best of late
+        self.last_s = 0.0  # what the last part of one took
 
     @property
     def share(self) -> int:
@@ -76,8 +77,8 @@ class JoinedPasses:
     def _compute(self, works: list[RunWork]) -> None:
         began = time.monotonic()
         self._model.compute(works)
-        tokens = sum(len(datum) for work in works for datum in work.data)
-        self._pace = max(0.9 * self._pace, tokens / (time.monotonic() - began))
+        tokens, self.last_s = sum(len(datum) for work in works for datum in work.data), time.monotonic() - began
+        self._pace = max(0.9 * self._pace, tokens / self.last_s)
         for work in works:
             assert work.whole is not None
             work.whole.found += work.found

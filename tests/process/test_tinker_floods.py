@@ -19,7 +19,8 @@ from tests.serving_api import Api, http_process
 if importlib.util.find_spec("tinker") is None:
     pytest.skip("needs the package tinker, for its descriptor", allow_module_level=True)
 
-from symbiosis.server.tinker import disk_shares, tenant_runs, tinker_service
+from symbiosis.server.tinker import disk_shares, tenant_runs, tinker_service, wire
+from symbiosis.server.tinker.tinker_messages import TinkerRefusal
 from tests.process.test_tinker import KEYS, Client, datum, error_of, served
 
 FEW = 64  # completions that may be under way
@@ -45,6 +46,27 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
                 yield api
         finally:
             training.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"\x1a\x02\x0a\x00" * 1_000_000, 413),  # data
+        (b"\x1a\x80\x80\x80\x01" + b"\x0a\x00" * (1 << 20), 413),  # chunks of one datum
+        (b"\x18\x01" * 1_000_000, 413),
+        (b"\x0b\x0c" + b"\x1a\x02\x0a\x00" * 1_000_000, 400),  # behind a group
+        (b"\x1a\x05\x0a\x00", 400),
+        (b"\xff" * 11, 400),
+        (b"\x1a", 400),
+    ],
+)
+def test_very_many_messages_are_refused_before_protobuf_makes_them(
+    body: bytes, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire.messages().ForwardBackwardRequest, "FromString", None)
+    with pytest.raises(TinkerRefusal) as refused:
+        wire.read_pass(body)
+    assert refused.value.status == status
 
 
 SAMPLE = {"base_model": "demo", "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}

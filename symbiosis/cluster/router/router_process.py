@@ -10,6 +10,7 @@ import msgspec
 
 from symbiosis.base import procs
 from symbiosis.base.logs import JsonLines, write_lines
+from symbiosis.base.threads import take_turns_often
 from symbiosis.cluster.router.app import make_app
 from symbiosis.cluster.router.router_options import RouterOptions
 from symbiosis.cluster.router.router_state import RouterState
@@ -39,6 +40,7 @@ def main() -> None:
         signal.SIGTERM, lambda *_: sys.exit(143)
     )  # uvicorn raises it once more at its end: spans are sent then
     write_lines()
+    take_turns_often()
     started = msgspec.json.decode(sys.argv[1], type=RouterOptions)
     show_to_servers(procs.heard)
     asyncio.run(serve(started, socket.socket(fileno=started.listener)))

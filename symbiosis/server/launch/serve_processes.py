@@ -20,6 +20,7 @@ from symbiosis.base.folders import Use, process_folder
 from symbiosis.base.logs import name_process, set_up_logging
 from symbiosis.base.memory import look_at_what_is_new
 from symbiosis.base.pulse import SILENT_S
+from symbiosis.base.threads import take_turns_often
 from symbiosis.build import build
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.model.checkpoint import located, path_of
@@ -361,5 +362,6 @@ def must_be_the_model(served: Any, folder: Path, executor: str) -> None:
 
 def serve(options: ServeOptions, listener: socket.socket) -> None:
     name_process("engine")
+    take_turns_often()
     set_up_logging(options.log_format)
     ServeProcesses(options, listener).run()

@@ -20,7 +20,7 @@ from symbiosis.server.request_record import this_request
 from symbiosis.server.serving_state import ServingState
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker import wire
-from symbiosis.server.tinker.samples import SampleRequest, Samples
+from symbiosis.server.tinker.samples import Samples
 
 HOLD_S = 30.0  # so long a promise is waited for; the SDK asks again
 KEPT_S = 60.0  # what has come and nobody has fetched
@@ -135,7 +135,7 @@ class Tinker:
     async def asample(self, front: ServingState, request: Request) -> ASGIApp:
         tenant = tenant_of(front, request)
         data = await body_of(front, request)
-        ask = await front.made(request, tenant, len(data), 1, lambda: decoded(SampleRequest, data))
+        ask = await front.made(request, tenant, len(data), 1, lambda: self._samples.read(data))
         return json_response(await self._samples.begin(tenant, ask))
 
     async def retrieve_future(self, front: ServingState, request: Request) -> ASGIApp:

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from symbiosis.server import openai_protocol
 from symbiosis.server.api_errors import ApiError, busy, failed, wrong
 from symbiosis.server.api_keys import Tenant
-from symbiosis.server.openai_protocol import CompletionBody
+from symbiosis.server.openai_protocol import CompletionBody, decoded
 from symbiosis.server.request_record import begin
 from symbiosis.server.server_marks import new_session_id
 from symbiosis.server.serving_state import ServingState
@@ -22,6 +22,8 @@ QUEUE_S = 0.2  # between two looks whether there is room
 KEPT_S = 120.0  # samples that nobody has fetched
 LOADS = 3  # times that an adapter is loaded again for one request
 BUSY = (429, 503)  # what passes by itself: it is waited for here, and not by the client
+TOKEN_BYTES = 12  # of a token, as JSON has it
+REST_BYTES = 1 << 16  # of a body, besides its tokens
 MOST_TOKENS = 1 << 22  # of prompts of one key that wait here, or are sampled from
 
 
@@ -64,6 +66,11 @@ class SampleRequest(msgspec.Struct):
     record_stability_info: bool | None = None  # which only the hosted service's own loss reads
 
     @property
+    def size(self) -> int:
+        """How many tokens the prompt has."""
+        return sum(len(chunk.tokens) for chunk in self.prompt.chunks)
+
+    @property
     def tokens(self) -> list[int]:
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
 
@@ -94,7 +101,6 @@ class Samples:
 
     async def begin(self, tenant: Tenant, ask: SampleRequest) -> dict[str, Any]:
         """Begin sampling, and return a promise. The same request of a session is begun once."""
-        self._check(ask)
         adapter = await self._adapter(tenant, ask)
         numbered = ask.sampling_session_id is not None and ask.seq_id is not None
         id = (
@@ -115,7 +121,7 @@ class Samples:
         return await self._front.remote.ask_training(str, tenant.name, which)
 
     def _begin(self, tenant: Tenant, key: tuple[str, str], ask: SampleRequest, body: CompletionBody) -> None:
-        name, tokens = tenant.name, len(ask.tokens)
+        name, tokens = tenant.name, ask.size
         if self._under_way[name] >= self._front.options.max_requests or self._tokens[name] + tokens > MOST_TOKENS:
             raise busy("so many samples of this key wait already: send it again when some have come", "share_of_key")
         task = self._tasks[key] = asyncio.create_task(self._run(tenant, ask, body))
@@ -131,14 +137,21 @@ class Samples:
 
         task.add_done_callback(end)
 
-    def _check(self, ask: SampleRequest) -> None:
-        """Refuse what can never be sampled, before anything is made of its sizes."""
-        _check(ask)
+    def read(self, data: bytes) -> SampleRequest:
+        """Read a body. What can never be sampled is refused before anything is made of its sizes."""
         most, longest = self._front.options.max_requests, self._front.remote.welcome.longest
+        if len(data) > longest * TOKEN_BYTES + REST_BYTES:
+            raise wrong(
+                f"the model takes {longest} tokens, and a body of {len(data)} bytes has more: shorten the prompt",
+                "prompt",
+            )
+        ask = decoded(SampleRequest, data)
+        _check(ask)
         if ask.num_samples > most:
             raise wrong(f"num_samples is at most {most}, and not {ask.num_samples}", "num_samples")
-        if len(ask.tokens) > longest:
-            raise wrong(f"the model takes {longest} tokens, and the prompt has {len(ask.tokens)}: shorten it", "prompt")
+        if ask.size > longest:
+            raise wrong(f"the model takes {longest} tokens, and the prompt has {ask.size}: shorten it", "prompt")
+        return ask
 
     def task(self, tenant: Tenant, id: str) -> "asyncio.Task[Any] | None":
         return self._tasks.get((tenant.name, id))
@@ -207,7 +220,7 @@ class Samples:
 def _check(ask: SampleRequest) -> None:
     if kinds := [chunk.type for chunk in ask.prompt.chunks if chunk.type != "encoded_text"]:
         raise wrong(f"the prompt has a chunk of the kind {kinds[0][:50]}: this model reads text only", "prompt")
-    if not ask.tokens:
+    if not ask.size:
         raise wrong("the prompt is empty: give at least one token", "prompt")
     if bytes(ask.target_prompt_logprobs) not in (b"", b"null") or ask.prompt_alt_tokens_k:
         name = "prompt_alt_tokens_k" if ask.prompt_alt_tokens_k else "target_prompt_logprobs"
@@ -218,7 +231,7 @@ def _check(ask: SampleRequest) -> None:
         if getattr(ask, name) < 0:
             raise wrong(f"{name} is a number from 0 on, and not {getattr(ask, name)}", name)
     last = ask.prompt_logprobs_last_n
-    if last is not None and not (ask.prompt_logprobs and 1 <= last < len(ask.tokens)):
+    if last is not None and not (ask.prompt_logprobs and 1 <= last < ask.size):
         raise wrong(
             "prompt_logprobs_last_n goes with prompt_logprobs, and is from 1 to the prompt's length less 1",
             "prompt_logprobs_last_n",

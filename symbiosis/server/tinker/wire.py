@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -31,7 +31,10 @@ MOST_DATA = 1024  # in one request
 MOST_BYTES = 5_000_000  # of one request; a single datum may be larger
 SPARE_BYTES = 500_000  # what the SDK's estimate may lack
 MOST_TARGETS = 1 << 22  # log probabilities of one datum
+MOST_FIELDS, SPARE_FIELDS = 64, 4096  # of a body: for each datum, and besides
 FILLED_BY_BYTE = 64  # cells of sparse tensors: a small body does not ask for much memory
+CUT_OFF = "the body is no ForwardBackwardRequest, or is cut off: {}"
+VARINT, LENGTH, FIXED = 0, 2, {1: 8, 5: 4}  # how protobuf writes fields
 NO_TOKEN = (0, -99999.0)  # of a table of the most likely tokens
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # Tinker's dtypes
 WHOLE_INPUTS = {"target_tokens"}
@@ -78,20 +81,13 @@ def read_pass(body: bytes) -> Pass | RefusedRequest:
     """Read the body of forward_backward. Whatever it claims is checked against what is there."""
     from google.protobuf.message import DecodeError
 
+    check_fields(body)
     try:
         told = messages().ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
-        raise TinkerRefusal(f"the body is no ForwardBackwardRequest, or is cut off: {error}") from None
+        raise TinkerRefusal(CUT_OFF.format(error)) from None
     if not told.data:
         raise TinkerRefusal("data is empty: send at least one datum")
-    if len(told.data) > MOST_DATA:
-        raise TinkerRefusal(
-            f"one request has at most {MOST_DATA} data, and this has {len(told.data)}: send it in several", 413
-        )
-    if len(told.data) > 1 and len(body) > MOST_BYTES + SPARE_BYTES:
-        raise TinkerRefusal(
-            f"one request has at most {MOST_BYTES} bytes, and this has {len(body)}: send it in several", 413
-        )
     _check_filled(told, len(body))
     try:
         data = [_datum(number, datum) for number, datum in enumerate(told.data)]
@@ -101,6 +97,78 @@ def read_pass(body: bytes) -> Pass | RefusedRequest:
     return Pass(
         model_id=told.model_id, seq_id=told.seq_id, loss_fn=told.loss_fn, forward_only=told.forward_only, config=config, data=data,
     )  # fmt: skip
+
+
+def check_fields(body: bytes) -> None:
+    """Refuse a body of very many small messages before protobuf makes an object of each, for which all threads would wait. Its fields are walked
+    through, with what is in them left alone."""
+    request = messages().ForwardBackwardRequest.DESCRIPTOR
+    try:
+        outer = _fields(body, 0, len(body), request, SPARE_FIELDS + MOST_DATA)
+        waiting = [each for each in outer if each[2] is not None]
+        data = sum(kind is request.fields_by_name["data"].message_type for _, _, kind in waiting)
+        _check_sizes(data, len(body))
+        left = SPARE_FIELDS + MOST_FIELDS * data
+        while waiting:
+            for each in _fields(body, *waiting.pop(), left):
+                left -= 1
+                waiting += [each] if each[2] is not None else []
+    except (IndexError, KeyError):
+        raise TinkerRefusal(CUT_OFF.format("a field ends too early, or is of no kind that there is")) from None
+
+
+def _check_sizes(data: int, nbytes: int) -> None:
+    if data > MOST_DATA:
+        raise TinkerRefusal(
+            f"one request has at most {MOST_DATA} data, and this has {data} or more: send it in several", 413
+        )
+    if data > 1 and nbytes > MOST_BYTES + SPARE_BYTES:
+        raise TinkerRefusal(
+            f"one request has at most {MOST_BYTES} bytes, and this has {nbytes}: send it in several", 413
+        )
+
+
+def _fields(body: bytes, at: int, end: int, kind: Any, most: int) -> Iterator[tuple[int, int, Any]]:
+    """Yield each field of a message that lies there: from where to where, and the message that it is, None for anything else."""
+    inner = _messages_in(kind)
+    while at < end:
+        if not most:
+            raise TinkerRefusal(
+                f"the body has too many fields: at most {MOST_FIELDS} for one datum. Send it in several", 413
+            )
+        most -= 1
+        tag, at = _varint(body, at)
+        begin, nested = at, None
+        if tag & 7 == LENGTH:
+            size, begin = _varint(body, at)
+            at, nested = begin + size, inner.get(tag >> 3)
+        else:
+            at = _varint(body, at)[1] if tag & 7 == VARINT else at + FIXED[tag & 7]
+        yield begin, at, nested
+    if at != end:
+        raise IndexError
+
+
+@cache
+def _messages_in(kind: Any) -> dict[int, Any]:
+    """Return which fields of a message are messages, by their numbers."""
+    return {field.number: field.message_type for field in kind.fields if field.message_type is not None}
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """Return a number, and where it ends."""
+    value = body[at]
+    at += 1
+    if value < 128:
+        return value, at
+    value &= 127
+    for shift in range(7, 70, 7):
+        byte = body[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+    raise IndexError
 
 
 def _check_filled(told: Any, nbytes: int) -> None:
