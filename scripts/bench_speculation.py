@@ -51,6 +51,7 @@ class Register:
         lines = [f"{name}: {amount} {self.currency}" for name, amount in self.entries]
         return "\\n".join([self.owner, *lines, f"total: {self.total()} {self.currency}"])
 """
+NOUGHTS = "0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,"  # with which the demo model goes on
 PLAIN = "Explain in a few sentences why the sky is blue, and why it is red in the evening."
 
 
@@ -85,8 +86,10 @@ class Side:
 def measure(report: Report, checkpoint: str, speculate: str, text: str, name: str, bar: float, args: Any) -> None:
     """Compare one stream, or several, with drafts and without."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    prompt = tokenizer(chat(tokenizer, text)).input_ids
     plain, drafting = Side(checkpoint, None), Side(checkpoint, speculate)
+    prompt = tokenizer(chat(tokenizer, text)).input_ids
+    if len(prompt) + args.tokens > plain.engine.longest:
+        prompt = tokenizer(NOUGHTS).input_ids
     rows = []
     for streams in args.streams:
         for side in (plain, drafting):

@@ -114,7 +114,7 @@ def accepted(
     for segment in step.segments:
         if segment.chooses:
             its = list(islice(rows, 1 + len(segment.drafts)))
-            count = agreeing(segment.drafts, [token and token.id for token in its])
+            count = agreeing(segment.drafts, [None if token is None else token.id for token in its])
             yield segment, its[: count + 1]
 
 
