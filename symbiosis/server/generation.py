@@ -53,18 +53,23 @@ class Choice:
     told: int  # tokens
     finish: str | None = None
 
-    def add(self, output: Output) -> bool:
-        """Add tokens. Return whether there is something new to read."""
-        new, delta = self.text.add(token.id for token in output.tokens), self.delta
+    @property
+    def has_news(self) -> bool:
+        return bool(self.delta.text or self.finish)
+
+    def add(self, output: Output) -> tuple[Token, ...]:
+        """Add tokens, and return those that are part of the text: of several, those up to the end of a stop string."""
+        new, tokens = self.text.add_upto_stop(output.tokens)
+        delta = self.delta
         if self.text.stopped:
             self.finish = "stop"
         elif output.finish is not None:
             new += self.text.end()
             self.finish = "stop" if self.text.stopped else output.finish.value
         delta.text += new
-        delta.tokens.extend(output.tokens)
+        delta.tokens.extend(tokens)
         delta.finish = self.finish
-        return bool(new or self.finish)
+        return tokens
 
 
 class Generation:
@@ -185,10 +190,11 @@ class Generation:
             retry_s = 1.0 if status == 503 else 0.0
             self._fail(ApiError(status, output.error or message, retry_s=retry_s, reason=reason))
             return
+        tokens = choice.add(output)
         self.cached_tokens += output.cached_tokens
-        self.completion_tokens += len(output.tokens)
-        self._record.tokens(len(output.tokens), output.begun)
-        if self.held is not None and not self.held.take(_logprobs(output.tokens)):
+        self.completion_tokens += len(tokens)
+        self._record.tokens(len(tokens), output.begun)
+        if self.held is not None and not self.held.take(_logprobs(tokens)):
             self._fail(ApiError(503, NO_ROOM, retry_s=1.0, reason="share_of_key"))
             return
         if output.vector:
@@ -198,7 +204,7 @@ class Generation:
             packed = msgspec.msgpack.encode(output.prompt_logprobs)
             for each in self._open[output.request].values():
                 each.delta.prompt_logprobs = packed
-        if choice.add(output):
+        if choice.has_news:
             is_first = not self._new
             self._new[choice.delta.choice] = choice
             if is_first:

@@ -78,6 +78,17 @@ def test_steps_are_fewer_where_drafts_are_right() -> None:
     assert steps[0] == 60 and steps[1] <= 20 and steps[2] == 1 + 12
 
 
+def test_what_comes_behind_a_stop_string_is_not_told() -> None:
+    prompt = "0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,"
+    for stop in (", ", "2, 2", " 2,"):
+        found = []
+        for speculate in (None, "ngram:8"):
+            with Engine(demo(), tokenizer(), memory=1 << 24, speculate=speculate) as engine:
+                told = engine.generate(prompt, max_tokens=60, temperature=0.0, stop=stop, min_tokens=20)
+                found.append((told.text, told.tokens, told.finish))
+        assert found[0] == found[1] and found[0][2] == "stop"
+
+
 def test_random_arrivals_with_little_memory_change_nothing(speculate: str) -> None:
     """Seeded requests that come while others run, are evicted and share prefixes, against the same one after another without drafts."""
     chance = random.Random(3)

@@ -214,6 +214,24 @@ def test_a_stop_string_that_the_end_completes_is_why_the_text_ends(stop: str) ->
     assert (whole.text, whole.finish) == (text, finish)
 
 
+@pytest.mark.parametrize("finish", [None, Finish.LENGTH])
+def test_tokens_behind_a_stop_string_are_no_part_of_an_answer_though_they_come_with_it(finish: Finish | None) -> None:
+    """As draft tokens do."""
+
+    async def test() -> None:
+        remote, tokenizer = Remote(), bytes_tokenizer()
+        asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS, logprobs=0))]
+        generation = Generation(remote, asked, lambda: Text(tokenizer, ["XY"]), {})  # type: ignore[arg-type]
+        generation.held = Lease(FairShare(16), "eve")
+        generation.begin()
+        remote.take(Output(request=7, tokens=tuple(Token(token, -0.5) for token in b"abXYcd"), finish=finish))
+        (delta,) = [delta async for part in generation.deltas() for delta in part]
+        assert (delta.text, bytes(token.id for token in delta.tokens), delta.finish) == ("ab", b"abXY", "stop")
+        assert generation.completion_tokens == generation.held.size == 4
+
+    asyncio.run(test())
+
+
 def test_log_probabilities_that_find_no_room_end_their_own_answer() -> None:
     async def test() -> None:
         remote, tokenizer, room = Remote(), bytes_tokenizer(), FairShare(16)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from symbiosis.errors import ConfigError
+from symbiosis.serving.request import Token
 
 LONGEST_CHARACTER = 4  # bytes, and so tokens at most
 BROKEN = "�"
@@ -94,6 +95,15 @@ class Text:
             new = self._whole_characters()
             out += self._release(new) if self._stops else new
         return out
+
+    def add_upto_stop(self, tokens: tuple[Token, ...]) -> tuple[str, tuple[Token, ...]]:
+        """Return what the text gains by these tokens, and those of them that come before it stops, with the one that stops it."""
+        gained = ""
+        for count, token in enumerate(tokens):
+            if self.stopped:
+                return gained, tokens[:count]
+            gained += self.add((token.id,))
+        return gained, tokens
 
     def end(self) -> str:
         """Return what was held back, because no more tokens come."""

@@ -97,9 +97,9 @@ class Reader:
         """Return what an output adds. At a stop string the request is over, whatever the engine still computes."""
         if output.finish in ENDS_WITH_ERROR:
             raise GenerationFailed(output.error or "the first token could not come in time any more: try again later")
-        finish, text = output.finish, ""
+        finish, text, tokens = output.finish, "", output.tokens
         if self._text is not None:
-            text = self._text.add(token.id for token in output.tokens)
+            text, tokens = self._text.add_upto_stop(tokens)
             if self._text.stopped:
                 finish = Finish.STOP
             elif finish is not None:
@@ -107,8 +107,8 @@ class Reader:
                 finish = Finish.STOP if self._text.stopped else finish
         return Completion(
             text=text,
-            tokens=tuple(token.id for token in output.tokens),
-            logprobs=output.tokens if self.request.sampling.logprobs is not None else (),
+            tokens=tuple(token.id for token in tokens),
+            logprobs=tokens if self.request.sampling.logprobs is not None else (),
             finish=finish,
             prompt_tokens=output.prompt_tokens,
             cached_tokens=output.cached_tokens,
