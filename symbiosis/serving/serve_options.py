@@ -188,7 +188,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         self._check_devices()
         if self.speculate is not None:
-            SpeculateRule.from_text(self.speculate)
+            SpeculateRule.from_text(self.speculate, len(self.places))
         check_dtype(self.dtype)
         check_hosts(self.allowed_hosts)
 
@@ -219,10 +219,6 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return
         if self.quantize:
             raise ConfigError("quantize goes with one device: weights that are divided over several are not packed yet")
-        if self.speculate:
-            raise ConfigError(
-                "speculate goes with one device: ranks of a divided model compute one token of a text in a step"
-            )
         if len(self.places) < 2:
             raise ConfigError(
                 f"devices {self.devices}: a model is divided over two or more: name several GPUs, or cpu with --ranks 2 or more"

@@ -131,6 +131,8 @@ def test_many_that_decode_have_no_drafts() -> None:
 
 
 def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="speculate goes with one device"):
+        Engine("local:///nobody", devices=("cpu", "cpu"), speculate="ngram:4")
     with pytest.raises(ConfigError, match="one by one"):
         bloom = BloomConfig(vocab_size=258, hidden_size=32, n_layer=1, n_head=2)
         Engine(AutoModelForCausalLM.from_config(bloom), memory=1 << 24, speculate="ngram:4")

@@ -117,6 +117,7 @@ class Engine:
             max_waiting=max_waiting, of_tenant=of_tenant, max_rank=max_rank, adapter_memory=adapter_memory, max_adapter_bytes=max_adapter_bytes,
         )  # fmt: skip
         arguments.model_or_endpoint(model)
+        rule = None if speculate is None else SpeculateRule.from_text(speculate, len(devices))
         if len(devices) > 1:
             options = {"memory": memory, "max_batch": max_batch, "prefill_tokens": prefill_tokens, "compiles": compiles}
             self._served: ModelRunner = divided(model, devices, wait=wait, **options)
@@ -134,9 +135,7 @@ class Engine:
         self._grammars = Grammars(self.tokenizer, served.vocabulary, served.ends)
         whole = served.whole_prompts
         rules = StepRules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)
-        self._speculation = (
-            None if speculate is None else speculation(SpeculateRule.from_text(speculate), served, memory)
-        )
+        self._speculation = None if rule is None else speculation(rule, served, memory)
         self._scheduler = Scheduler(served.blocks, self._residency, rules, served.release, self._speculation)
         self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
         served.serve(max_batch, max_batch + prefill_tokens, compiles)

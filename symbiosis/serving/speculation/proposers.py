@@ -20,7 +20,5 @@ def speculation(rule: SpeculateRule, served: ModelRunner, memory: int | float | 
         raise ConfigError(f"{NOT_HERE}its sequences are computed one by one, by a cache that takes nothing back")
     if served.device.type == "cuda":
         raise ConfigError(f"{NOT_HERE}on a GPU a step is captured for one row of each text that decodes")
-    if served.divide_adapter is not None:
-        raise ConfigError(f"{NOT_HERE}it is divided, and its ranks compute one token of a text in a step")
     proposer = NgramProposer() if rule.draft is None else DraftModelProposer(rule.draft, served, memory)
     return Speculation(proposer, rule.tokens)

@@ -16,8 +16,8 @@ class SpeculateRule(NamedTuple):
     tokens: int  # of a text in one step
 
     @classmethod
-    def from_text(cls, text: str) -> "SpeculateRule":
-        """Read `ngram:TOKENS` or `draft:CHECKPOINT:TOKENS`.
+    def from_text(cls, text: str, devices: int = 1) -> "SpeculateRule":
+        """Read `ngram:TOKENS` or `draft:CHECKPOINT:TOKENS`, for a model over so many devices.
 
         >>> SpeculateRule.from_text("ngram:4"), SpeculateRule.from_text("draft:/models/small:3")
         (SpeculateRule(draft=None, tokens=4), SpeculateRule(draft='/models/small', tokens=3))
@@ -26,5 +26,9 @@ class SpeculateRule(NamedTuple):
         if found is None or not 1 <= int(found["tokens"]) <= MOST:
             raise ConfigError(
                 f"speculate is ngram:N or draft:CHECKPOINT:N, with N from 1 to {MOST} tokens, not {text!r:.200}"
+            )
+        if devices > 1:
+            raise ConfigError(
+                "speculate goes with one device: ranks of a divided model compute one token of a text in a step"
             )
         return cls(found["draft"], int(found["tokens"]))
