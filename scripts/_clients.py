@@ -150,7 +150,7 @@ def litellm_checks() -> dict[str, Check]:
         "model": f"hosted_vllm/{MODEL}",
         "api_base": URL,
         "api_key": KEY,
-        "max_tokens": 16,
+        "max_tokens": 60,
         "temperature": 0,
     }
 

@@ -1,6 +1,6 @@
 """vLLM's own tests of its OpenAI server, unmodified but for their fixtures, against `symbiosis serve` on a CPU.
 
-    python scripts/compat_vllm.py                    # all that apply to a served model: half an hour on two cores, after gigabytes of packages
+    python scripts/compat_vllm.py                    # all that apply to a served model: half an hour on two cores
     python scripts/compat_vllm.py --only completion/test_completion.py
     python scripts/compat_vllm.py --sdist vllm-0.33.0.tar.gz
 
@@ -12,6 +12,7 @@ fails for the reason given there; all others are wrong, and there may be none.
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -25,7 +26,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch_index
 from _processes import progress
 from _programs import LM_EVAL
 from compat_clients import TEMPLATE
@@ -36,17 +36,10 @@ from symbiosis.base.reporting import Report, print_table
 
 VERSION = "0.33.0"
 INDEX = "https://pypi.org/simple/vllm/"
-WITHOUT = (
-    "opencv",
-    "depyf",
-    "lm-format-enforcer",
-    "outlines",
-    "compressed-tensors",
-    "model-hosting",
-    "anthropic",
-    "mistral_common",
-)
-TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "jsonschema", "tblib", "httpx", "mistral_common")
+NEEDS = (  # of what vLLM's requirements name, what these tests come to import
+    "aiohttp", "cachetools", "cbor2", "cloudpickle", "fastapi", "oss-harmony", "pillow", "py-cpuinfo", "pybase64", "regex", "uvloop",
+    "pytest", "pytest-asyncio", "pytest-timeout", "jsonschema", "tblib", "requests", "openai", "httpx",
+)  # fmt: skip
 FOLDER = "tests/entrypoints"
 FILES = (  # that are of a served model of text
     "openai/completion/test_completion.py", "openai/completion/test_prompt_validation.py",
@@ -82,7 +75,7 @@ def sdist(cache: Path) -> Path:
 
 def source(file: Path, cache: Path) -> Path:
     """Its tests and its Python, with our fixtures."""
-    folder = cache / file.name.removesuffix(".tar.gz")
+    folder = cache / f"vllm-{VERSION}"
     if not folder.exists():
         with tarfile.open(file) as archive:
             wanted = [each for each in archive if each.name.split("/")[1:2] in (["vllm"], ["tests"], ["requirements"])]
@@ -94,18 +87,17 @@ def source(file: Path, cache: Path) -> Path:
     return folder
 
 
-def environment(folder: Path, cache: Path) -> Environment:
-    """What vLLM's Python and its tests import."""
+def environment(cache: Path) -> Environment:
+    """What vLLM's Python and its tests import: torch and transformers are those of this environment."""
     made = Environment(cache / f"vllm-{VERSION}-tests")
     if not (ready := made.folder / ".ready").exists():
         progress("installing what vLLM's tests import")
         shutil.rmtree(made.folder, ignore_errors=True)
         subprocess.run(python("-m", "venv", str(made.folder)), check=True)
-        lines = (folder / "requirements" / "common.txt").read_text().splitlines()
-        wanted = [line.partition("#")[0].strip() for line in lines]
-        needed = [each for each in wanted if each and not each.startswith(WITHOUT)]
-        torch, _ = torch_index.options()
-        made.pip(*torch, "torch", *needed, *TESTS)
+        ours = Path(importlib.util.find_spec("torch").origin).parent.parent  # type: ignore[union-attr, arg-type]
+        (packages,) = made.folder.glob("lib/python*/site-packages")
+        (packages / "ours.pth").write_text(f"{ours}\n")
+        made.pip(*NEEDS)
         ready.touch()
     return made
 
@@ -208,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.cache.mkdir(parents=True, exist_ok=True)
     files = [each for each in FILES if not options.only or any(each.endswith(end) for end in options.only)]
     folder = source(options.sdist or sdist(options.cache), options.cache)
-    vllm, tool = environment(folder, options.cache), installed("lm_eval", LM_EVAL, options.cache)
+    vllm, tool = environment(options.cache), installed("lm_eval", LM_EVAL, options.cache)
     model, _ = checkpoints(tool, options.cache)
     template = options.cache / "tools.jinja"
     template.write_text(TEMPLATE)

@@ -22,7 +22,7 @@ from symbiosis.server.body_readers import takes
 from symbiosis.server.generation import Generation
 from symbiosis.server.ipc.engine_ipc import AdapterInfo
 from symbiosis.server.long_reply import LongReply
-from symbiosis.server.prompts import content_of
+from symbiosis.server.prompts import content_of, shortened
 from symbiosis.server.response_format import ChatWords, CompletionWords, Fields, Words
 from symbiosis.server.responses_protocol import ResponsesBody
 from symbiosis.server.responses_reply import ResponsesReply, messages_after
@@ -105,7 +105,8 @@ async def completions(
 ) -> ASGIApp:
     if body.max_tokens == 0 and not body.echo:
         raise wrong("max_tokens=0 goes with echo=true", "max_tokens")
-    given, adapter = front.prompts.several(body.prompt), await front.adapter(tenant, body.model)
+    cut = front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side)
+    given, adapter = front.prompts.several(body.prompt, cut=cut), await front.adapter(tenant, body.model)
     most = 16 if body.max_tokens is None else body.max_tokens
     with front.admitted(tenant, body, len(given), most) as admission:
         choices = len(given) * body.n
@@ -122,7 +123,8 @@ def _completion(
     given: list[str | list[int]],
     adapter: str,
 ) -> tuple[Words, Generation]:
-    prompts = [front.prompts.tokens(each) for each in given]
+    cut = front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side)
+    prompts = [front.prompts.tokens(each, cut=cut) for each in given]
     most = front.tokens_for(prompts, body.max_tokens, 16, "max_tokens")
     guide = body.follows[1] if body.follows else None
     sampling = openai_protocol.sampling_of(body, most, body.logprobs, guide, front.prompts.sequences(body.bad_words))
@@ -131,7 +133,9 @@ def _completion(
     echoes = []
     if body.echo:  # a text as it was given: its tokens may begin with one that the tokenizer has put there
         both = zip(given, prompts, strict=True)
-        echoes = [each if isinstance(each, str) else front.tokenizer.decode(prompt) for each, prompt in both]
+        echoes = [
+            each if isinstance(each, str) and cut is None else front.tokenizer.decode(prompt) for each, prompt in both
+        ]
     skips = body.skip_special_tokens is not False
     before, has_logprobs = body.continuation, body.logprobs is not None
     words = CompletionWords(body.model, front.tokenizer, has_logprobs, echoes, prompts, body.n, skips, before=before)
@@ -171,15 +175,11 @@ def _chat(
     front: ServingState, admission: Admission, body: openai_protocol.ChatBody, adapter: str
 ) -> tuple[Words, Generation]:
     use = body.tool_use
-    prompts = [
-        front.prompts.of_chat(
-            body.messages,
-            body.template_options,
-            use.shown if use else None,
-            body.add_generation_prompt is not False,
-            bool(body.continue_final_message),
-        )
-    ]
+    shown, opens = use.shown if use else None, body.add_generation_prompt is not False
+    tokens = front.prompts.of_chat(
+        body.messages, body.template_options, shown, opens, bool(body.continue_final_message)
+    )
+    prompts = [shortened(tokens, front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side))]
     guide = _chat_guide(front, body, use)
     most = front.tokens_for(prompts, body.wanted, None, "max_completion_tokens")
     tops = (body.top_logprobs or 0) if body.logprobs else None

@@ -63,6 +63,9 @@ Tokens = Annotated[int, msgspec.Meta(ge=0, le=MANY)]
 Completions = Annotated[int, msgspec.Meta(ge=1, le=int(LIMITS["completions"].most))]
 
 
+Truncation = Annotated[int, msgspec.Meta(ge=-1, le=MANY)]  # tokens that are left of a prompt; -1: what the model takes
+
+
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that both kinds of completions have."""
 
@@ -84,6 +87,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: list[Whole] | None = None
     bad_words: list[str] | None = None
     return_token_ids: bool | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Whole | None = None
     logprob_token_ids: list[Whole] | None = None

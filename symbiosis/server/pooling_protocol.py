@@ -6,7 +6,7 @@ import msgspec
 
 from symbiosis.server.api_errors import wrong
 from symbiosis.server.json_costs import Most
-from symbiosis.server.openai_protocol import MOST, MOST_PROMPTS, Whole
+from symbiosis.server.openai_protocol import MOST, MOST_PROMPTS, Truncation, Whole
 
 OF_SCORE = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
 TEXTS = Most(MOST_PROMPTS, 1, MOST_PROMPTS)
@@ -16,7 +16,7 @@ class PoolingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that all of them have."""
 
     model: str | None = None  # None: the base
-    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None  # -1: as many as the model takes
+    truncate_prompt_tokens: Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None  # which end goes. Default: as the tokenizer says
     padding: Literal["do_not_pad"] | None = None
     use_activation: bool | None = None

@@ -93,7 +93,11 @@ async def _scored(
     adapter, classes = await _classes(front, tenant, body)
     if classes > 1:
         raise wrong(NO_SCORE.format(_model(front, body), classes), "model")
-    (name, field), (left, right), cut = body.names, body.pairs, _cut(front, body)
+    (name, field), (left, right), cut = (
+        body.names,
+        body.pairs,
+        front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side),
+    )
     for each, texts in ((name, left), (field, right)):
         if not texts:
             raise wrong(f"{each} is empty", each)
@@ -115,7 +119,7 @@ async def _scored(
 def _of_texts(front: ServingState, body: TextsBody) -> list[Prompt]:
     """Return what makes the prompts of a body of texts or a chat."""
     check_texts(body)
-    cut = _cut(front, body)
+    cut = front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side)
     if body.input is not None:
         special = body.add_special_tokens is not False
         several = front.prompts.several(body.input, "input", cut)
@@ -129,26 +133,13 @@ def _of_texts(front: ServingState, body: TextsBody) -> list[Prompt]:
 def _tokens(front: ServingState, given: str | list[int], special: bool, cut: PromptCut | None) -> tuple[int, ...]:
     if isinstance(given, str):
         return front.prompts.of_text(given, special, cut)
-    return shortened(front.prompts.tokens(given, "input"), cut)
+    return front.prompts.tokens(given, "input", cut)
 
 
 def _of_chat(front: ServingState, body: TextsBody, cut: PromptCut | None) -> tuple[int, ...]:
     generates, continues = bool(body.add_generation_prompt), bool(body.continue_final_message)
     options = body.chat_template_kwargs or {}
     return shortened(front.prompts.of_chat(body.messages or [], options, None, generates, continues), cut)
-
-
-def _cut(front: ServingState, body: PoolingBody) -> PromptCut | None:
-    """Return how prompts are shortened, if they are."""
-    longest, most = front.remote.welcome.longest, body.truncate_prompt_tokens
-    if most is None:
-        if body.truncation_side is not None:
-            raise wrong("truncation_side goes with truncate_prompt_tokens", "truncation_side")
-        return None
-    if most > longest:
-        message = f"truncate_prompt_tokens must be from -1 to {longest}, which is what the model takes, not {most}"
-        raise wrong(message, "truncate_prompt_tokens")
-    return PromptCut(longest if most < 0 else most, body.truncation_side or front.tokenizer.truncation_side)
 
 
 def _model(front: ServingState, body: PoolingBody) -> str:

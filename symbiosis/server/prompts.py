@@ -68,17 +68,30 @@ class Prompts:
                 raise too_long(self._longest, f"{len(each)} tokens", name)
         return several
 
-    def tokens(self, prompt: str | list[int], name: str = "prompt") -> tuple[int, ...]:
+    def tokens(self, prompt: str | list[int], name: str = "prompt", cut: PromptCut | None = None) -> tuple[int, ...]:
         """Return the tokens of a prompt. A long one takes long."""
         if isinstance(prompt, str):
-            return prompt_tokens(self._tokenizer, prompt)
+            return prompt_tokens(self._tokenizer, prompt) if cut is None else self.of_text(prompt, True, cut)
         if not all(isinstance(token, int) for token in prompt):
             raise wrong(NO_PROMPT, name)
         try:
             check_tokens(name, prompt, self._vocabulary)
         except Unfit as unfit:
             raise refused(unfit) from None
-        return tuple(prompt)
+        return shortened(tuple(prompt), cut)
+
+    def cut(self, most: int | None, side: str | None) -> PromptCut | None:
+        """Return how prompts are shortened, by `truncate_prompt_tokens` and `truncation_side`; None if they are not."""
+        if most is None:
+            if side is not None:
+                raise wrong("truncation_side goes with truncate_prompt_tokens", "truncation_side")
+            return None
+        if most > self._longest:
+            message = (
+                f"truncate_prompt_tokens must be from -1 to {self._longest}, which is what the model takes, not {most}"
+            )
+            raise wrong(message, "truncate_prompt_tokens")
+        return PromptCut(self._longest if most < 0 else most, side or self._tokenizer.truncation_side)
 
     def of_text(self, text: str, special: bool = True, cut: PromptCut | None = None) -> tuple[int, ...]:
         """Return the tokens of a text, with the tokenizer's special ones if those are wanted. A cut leaves these."""

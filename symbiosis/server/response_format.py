@@ -258,9 +258,8 @@ class CompletionWords(Words):
 
     def choice(self, delta: Delta) -> Fields:
         told = self.part(delta)
-        if self.prompt_tops is not None:
-            told["prompt_logprobs"] = self._told_prompt(self.prompts[delta.choice // self.completions], delta)
-        return told
+        asked, prompt = self.prompt_tops is not None, self.prompts[delta.choice // self.completions]
+        return {**told, "prompt_logprobs": self._told_prompt(prompt, delta) if asked else None}
 
     def part(self, delta: Delta) -> Fields:
         index, text = delta.choice, delta.text

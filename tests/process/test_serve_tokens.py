@@ -99,7 +99,7 @@ def test_log_probabilities_of_prompts_are_told_as_by_vllm(api: Api) -> None:
     assert choices[0].prompt_logprobs == choices[1].prompt_logprobs
     alone = complete(api, extra_body={"prompt_logprobs": 0}).choices[0].prompt_logprobs
     assert [list(each) for each in alone[1:]] == [[str(token)] for token in tokens[1:]]
-    assert "prompt_logprobs" not in complete(api).choices[0].to_dict()
+    assert complete(api).choices[0].to_dict()["prompt_logprobs"] is None
     with pytest.raises(openai.BadRequestError, match="leave stream out"):
         complete(api, stream=True, extra_body={"prompt_logprobs": 0})
     with pytest.raises(openai.BadRequestError, match="prompt_logprobs must be from 0 to 20, not -1"):
@@ -167,3 +167,17 @@ def test_an_answer_goes_on_with_the_last_message(api: Api) -> None:
 def test_probes_are_answered(api: Api) -> None:
     assert web.get(f"{api.url}/ping").status_code == web.post(f"{api.url}/ping").status_code == 200
     assert web.get(f"{api.url}/load").json() == {"server_load": 0}
+
+
+def test_prompts_are_cut_where_that_is_asked_for(api: Api) -> None:
+    tokens = list(PROMPT.encode())
+    for side, kept in (("right", tokens[:5]), ("left", tokens[-5:])):
+        fields = {"truncate_prompt_tokens": 5, "truncation_side": side, "return_token_ids": True}
+        for given in (PROMPT, tokens):
+            assert complete(api, prompt=given, max_tokens=1, extra_body=fields).choices[0].prompt_token_ids == kept
+        chat = api.client.chat.completions.create(model="demo", messages=CHAT, max_tokens=1, extra_body=fields)
+        assert chat.prompt_token_ids == list((b"def ")[:5] if side == "right" else b"def "[-5:])
+    echoed = complete(api, max_tokens=1, echo=True, extra_body={"truncate_prompt_tokens": 5, "truncation_side": "left"})
+    assert echoed.choices[0].text.startswith(PROMPT[-5:]) and len(echoed.choices[0].text) == 6
+    with pytest.raises(openai.BadRequestError, match="goes with truncate_prompt_tokens"):
+        complete(api, extra_body={"truncation_side": "left"})
