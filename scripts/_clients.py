@@ -7,7 +7,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 URL, MODEL, KEY = "", "", "none"
 PROMPT = "The capital of France is"
@@ -204,13 +204,13 @@ def langchain_checks() -> dict[str, Check]:
     from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
     from pydantic import BaseModel
 
-    own: dict[str, Any] = {"base_url": URL, "api_key": KEY, "model": MODEL, "temperature": 0, "max_tokens": 40}
+    own: dict[str, Any] = {"base_url": URL, "api_key": KEY, "model": MODEL, "temperature": 0, "max_tokens": 100}
     model = ChatOpenAI(**own)
 
     class City(BaseModel):
         """A city."""
 
-        name: str
+        name: Literal["Paris", "Rome"]
         is_large: bool
 
     @tool
@@ -258,7 +258,7 @@ def instructor_checks() -> dict[str, Check]:
     from pydantic import BaseModel
 
     class City(BaseModel):
-        name: str
+        name: Literal["Paris", "Rome"]
         is_large: bool
 
     def by(mode: Any) -> Check:
@@ -266,7 +266,7 @@ def instructor_checks() -> dict[str, Check]:
             client = instructor.from_openai(openai.OpenAI(base_url=URL, api_key=KEY), mode=mode)
             messages: list[Any] = [{"role": "user", "content": "Tell me of Paris."}]
             told = client.chat.completions.create(
-                model=MODEL, messages=messages, response_model=City, max_tokens=60, temperature=0, max_retries=0
+                model=MODEL, messages=messages, response_model=City, max_tokens=120, temperature=0, max_retries=0
             )  # fmt: skip
             holds(isinstance(told, City), repr(told))
 

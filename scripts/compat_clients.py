@@ -5,7 +5,7 @@
 
 pip installs each client into an environment of its own below `--cache`, with nothing of Symbiosis in it. The model is SmolLM2-135M-Instruct, from a
 package on PyPI, as float32, with a chat template that shows tools. What is asked for is in scripts/_clients.py. lm-eval scores a task of its own and
-makes texts, by this server and by transformers: both must agree.
+makes texts, by this server and by transformers: both must agree. schemathesis asks for what /openapi.json says.
 """
 
 import argparse
@@ -37,6 +37,7 @@ PACKAGES = {
     "langchain": ("langchain-openai",),
     "instructor": ("instructor",),
     "agents": ("openai-agents",),
+    "schemathesis": ("schemathesis",),
 }
 CLOSE = 1e-3  # log probabilities, relative
 TEMPLATE = (  # ChatML with tools, as hermes and Qwen write them
@@ -62,7 +63,7 @@ def environment(name: str, cache: Path) -> Environment:
 
 
 @contextmanager
-def served(model: Path, folder: Path) -> Iterator[str]:
+def served(model: Path | str, folder: Path) -> Iterator[str]:
     """`symbiosis serve MODEL`; the URL of its API."""
     (folder / "chat.jinja").write_text(TEMPLATE)
     words = ["symbiosis", "serve", str(model), "--port", "0", "--memory", "1GiB", "--served-model-name", NAME]
@@ -100,6 +101,22 @@ def quiet() -> dict[str, str]:
         "OPENAI_API_KEY": "none",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
+
+
+def described(client: Environment, folder: Path) -> dict[str, str]:
+    """Whether the server does as its /openapi.json says, to some thousand requests that are made of it. That requests which it allows may be refused for
+    what they mean is no error: no schema says which models there are."""
+    with served("demo", folder) as url:
+        words = [
+            str(client.folder / "bin" / "schemathesis"),
+            "run",
+            f"{url.removesuffix('/v1')}/openapi.json",
+            "--no-color",
+        ]
+        words += ["--max-examples", "5", "--phases", "coverage,fuzzing", "--exclude-checks", "positive_data_acceptance"]
+        words += ["--exclude-path", "/metrics", "--continue-on-failure", "--request-timeout", "60"]
+        done = subprocess.run(words, env=quiet(), text=True, capture_output=True, timeout=LIMIT_S)
+    return {"as described": done.stdout[-600:] + done.stderr[-300:] if done.returncode else ""}
 
 
 # ---------------------------------------------------------------- lm-eval
@@ -188,6 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress(name)
             if name == "lm_eval":
                 found = evaluated(tool, model, Path(folder), url)
+            elif name == "schemathesis":
+                found = described(environment(name, options.cache), Path(folder))
             else:
                 found = asked(environment(name, options.cache), name, url)
             rows += [(name, check, why or "ok") for check, why in found.items()]

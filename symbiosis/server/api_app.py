@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis import __version__
@@ -190,7 +190,16 @@ def _answered(request: Request, error: ApiError) -> Response:
 def _unknown_path(request: Request, error: HTTPException) -> Response:
     what = "no such path" if error.status_code == 404 else error.detail
     reason = "no_such_path" if error.status_code == 404 else ""
-    return ApiError(error.status_code, f"{request.method} {request.url.path}: {what}", reason=reason).response()
+    told = ApiError(error.status_code, f"{request.method} {request.url.path}: {what}", reason=reason).response()
+    if error.status_code == 405:
+        told.headers["Allow"] = ", ".join(sorted(_methods_of(request)))
+    return told
+
+
+def _methods_of(request: Request) -> set[str]:
+    """Return the methods that a path is there for."""
+    routes = [each for each in request.app.routes if each.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in routes for method in route.methods}
 
 
 def _failed(request: Request, error: Exception) -> Response:

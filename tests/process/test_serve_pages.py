@@ -54,6 +54,12 @@ def test_a_completion_behind_the_proxys_path(api: Api) -> None:
     assert 'path="/v1/completions"' in web.get(api.url + "/metrics", timeout=60).text
 
 
+def test_a_method_that_a_path_has_not_got(api: Api) -> None:
+    for path, allowed in (("/v1/completions", "POST"), ("/", "GET, HEAD, POST"), ("/v1/adapters/x", "DELETE, PUT")):
+        answer = web.request("TRACE", api.url + path, timeout=60)
+        assert answer.status_code == 405 and answer.headers["allow"] == allowed
+
+
 def test_the_description_is_what_is_read(api: Api) -> None:
     """Of each body that is described, each field is one that the struct has, and none is missing."""
     told = web.get(api.url + "/llm/openapi.json", timeout=60).json()
