@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import cluster_at
 from tests.ranks import free_port
 from tests.serving_api import Command, eventually, is_up
 
@@ -161,3 +162,20 @@ def test_the_sdk_goes_on_when_the_server_is_killed_and_started_again(tmp_path: P
             told, errors = program.communicate("go on\n", timeout=200)
             assert told == "done\n", errors[-3000:]
             assert again.end() == 0, again.errors
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_the_sdk_goes_on_when_its_server_of_a_cluster_is_killed(tmp_path: Path) -> None:
+    file = f"""
+port: 0
+checkpoints: {tmp_path}/checkpoints
+models: {{demo: {{servers: 2, train: true, server: {{memory: 64MiB}}}}}}
+"""
+    with cluster_at(tmp_path, file, forked=True) as running, client(running.url, GOES_ON) as program:
+        eventually(lambda: any(each.clients for each in running.servers()))
+        [server] = [each for each in running.servers() if each.clients]
+        os.kill(server.pid, signal.SIGKILL)
+        eventually(lambda: server.pid not in {each.pid for each in running.servers()})
+        told, errors = program.communicate("go on\n", timeout=300)
+        assert told == "done\n", errors[-3000:]
