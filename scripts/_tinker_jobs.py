@@ -90,7 +90,7 @@ def on_policy(model: str, folder: str, teacher: str) -> None:
         async def __call__(self) -> Any:
             tokenizer = get_tokenizer(model)
             renderer = get_renderer(RENDERER, tokenizer=tokenizer)
-            return PromptOnlyDataset(list(QUESTIONS) * 4, 4, 2, renderer, tokenizer), None
+            return PromptOnlyDataset(list(QUESTIONS) * 4, 4, 8, renderer, tokenizer), None
 
     teacher_config = TeacherConfig(base_model=model, load_checkpoint_path=teacher)
     dataset = DistillationDatasetConfig(dataset_builder=Questions(), teacher_config=teacher_config, groups_per_batch=4)
