@@ -13,7 +13,7 @@ HARMLESS = {  # taken: no answer depends on them
     "metadata": "labels, for logs of a provider",
     "safety_identifier": "who asks, for logs of a provider",
     "prompt_cache_key": "a hint: what prompts have in common is found without it",
-    "prediction": "a guess at the answer, which makes it faster elsewhere",
+    "prediction": "a guess at the answer, which makes it faster: with --speculate ngram:N drafts come from it, too",
 }
 OF_TEMPLATE = ("reasoning_effort", "verbosity")  # honoured if the chat template reads them, else refused
 DEFAULTS: dict[str, tuple[tuple[Any, ...], str]] = {  # refused, but for values that mean what is done anyway

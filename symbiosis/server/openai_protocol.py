@@ -166,7 +166,7 @@ class ChatBody(Body, kw_only=True):
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     # HARMLESS
-    prediction: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # an object, of which nothing is made
+    prediction: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # an object: `Prompts.predicted`
     # DEFAULTS
     functions: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     function_call: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)

@@ -3,7 +3,7 @@
 import re
 from functools import lru_cache
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -26,6 +26,7 @@ NO_TOOLS = (
 )
 REASONING = {"reasoning_content", "reasoning", "thinking"}  # names of one field: transformers gives it by each
 LONGEST_NAME = 256  # of a field
+LONGEST_PREDICTION = 1 << 18  # bytes, as it is written
 PARSES = re.compile(r"arguments\b['\"\]]*\s*\|\s*(tojson|items)")
 
 
@@ -34,6 +35,18 @@ class PromptCut(NamedTuple):
 
     most: int  # tokens
     side: str  # which end goes: left or right
+
+
+class PredictedPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """What an answer may be."""
+
+    type: Literal["content"]
+    content: str | list[PredictedPart]
 
 
 class Prompts:
@@ -117,6 +130,19 @@ class Prompts:
         if cut is None or len(text) <= self.most_characters:
             return text
         return text[: self.most_characters] if cut.side == "right" else text[-self.most_characters :]
+
+    def predicted(self, prediction: msgspec.Raw) -> tuple[int, ...]:
+        """Return the tokens of what a client thinks that an answer will be; those beyond the longest text are of no use."""
+        if (given := bytes(prediction)) in (b"", b"null"):
+            return ()
+        if len(given) > LONGEST_PREDICTION:
+            raise wrong(f"prediction has at most {LONGEST_PREDICTION} bytes: shorten it, or leave it out", "prediction")
+        try:
+            content = msgspec.json.decode(given, type=Prediction).content
+        except msgspec.MsgspecError as error:
+            raise wrong(f"wrong argument prediction: {error}", "prediction") from None
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids[: self._longest])
 
     def sequences(self, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of words: as they stand at the beginning of a text, and behind a blank."""

@@ -206,10 +206,12 @@ class ServingState(ApiState):
         if before is not None and not before.tokens and not before.ended:
             before = None  # nothing of it has been told
         ended = before.ended_of(body.n) if before else {}
+        predicts = self.options.predicts and isinstance(body, ChatBody)
+        prediction = self.prompts.predicted(body.prediction) if predicts else ()
         requests = [
             Request(
                 id=next(self.remote.ids), prompt=prompt, sampling=sampling, adapter=adapter, tenant=admission.tenant.name,
-                completions=body.n, prompt_logprobs=prompt_logprobs, may_be_shorter=may_be_shorter, priority=body.priority or 0,
+                completions=body.n, prompt_logprobs=prompt_logprobs, may_be_shorter=may_be_shorter, priority=body.priority or 0, prediction=prediction,
                 chosen=before.chosen(number, body.n) if before else (), ended=ended.get(number, ()), external_id=record.id,
             )
             for number, prompt in enumerate(prompts)

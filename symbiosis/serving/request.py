@@ -121,6 +121,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     completions: int = 1
     prompt_logprobs: int | None = None  # also of the prompt's tokens, and so many others at each place
     pooling: Pooling | None = None  # no token is chosen then
+    prediction: tuple[int, ...] = ()  # how the answer may read: drafts by n-grams come from it, too
     priority: int = 0  # among the waiting requests of its tenant: lower ones first
     may_be_shorter: bool = False  # where fewer than `max_tokens` fit, it has those
     chosen: tuple[tuple[int, ...], ...] = ()  # of each completion: the tokens that another server has chosen already

@@ -527,6 +527,19 @@ def test_the_server_beside_peft(
     assert found["different_requests"] == 0 and found["server_tokens_per_s"] > 0
 
 
+@pytest.mark.full
+def test_drafts_beside_none(
+    script: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the demo model, as its own draft, where the times say nothing; texts are the same."""
+    bench = script("bench_speculation")
+    monkeypatch.setattr(bench, "prepare", lambda threads: None)
+    bench.main(["--rounds", "1", "--tokens", "32", "--draft", str(bench.DEMO), "--streams", "1", "2"])
+    found = last_line(capsys.readouterr().out, "bench_speculation")["figures"]
+    for name in ("repetition_1", "repetition_2", "draft_1", "draft_2"):
+        assert found[f"{name}_unlike_texts"] == 0 and found[f"{name}_ratio"] > 0 and found[f"{name}_accepted"] > 0.5
+
+
 BARS_OF_LOADS = {
     "punica": {f"punica_{kind}_{what}" for kind in ("distinct", "uniform", "skewed", "identical") for what in ("tokens_per_s", "of_steps")}
     | {"distinct_over_peft_adapter_names", "distinct_over_transformers_batching"},

@@ -78,6 +78,19 @@ def test_steps_are_fewer_where_drafts_are_right() -> None:
     assert steps[0] == 60 and steps[1] <= 20 and steps[2] == 1 + 12
 
 
+def test_an_answer_that_is_predicted_takes_fewer_steps() -> None:
+    prompt, how = PROMPTS[4], Sampling(max_tokens=50, temperature=0.0)
+    text = expected(prompt, 50)[0]
+    steps = []
+    for prediction in ((), (*text[:20], 33, *text[21:])):
+        with Engine(demo(), memory=1 << 24, speculate="ngram:8") as engine:
+            outputs = SimpleQueue[Output]()
+            engine.submit(Request(id=1, prompt=tuple(prompt), sampling=how, prediction=prediction), outputs.put)
+            assert tokens(outputs) == text
+            steps.append(engine.figures().steps)
+    assert steps[1] < steps[0] / 2
+
+
 def test_what_comes_behind_a_stop_string_is_not_told() -> None:
     prompt = "0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,"
     for stop in (", ", "2, 2", " 2,"):

@@ -3,12 +3,15 @@
 from array import array
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symbiosis.errors import ConfigError
+from symbiosis.server.api_errors import ApiError
+from symbiosis.server.prompts import Prompts
 from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.request import Request, Sampling, Token
 from symbiosis.serving.sampling.sampler import begin_choice
@@ -16,6 +19,7 @@ from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, Sched
 from symbiosis.serving.serve_options import ServeOptions
 from symbiosis.serving.speculation.ngram import LONGEST, SHORTEST, NgramProposer, continued
 from symbiosis.serving.speculation.speculation import REST, Drafted, Speculation, accepted, choosing
+from tests.unit.test_serving_detokenize import bytes_tokenizer
 
 
 def sequence(tokens: list[int], prompt: int = 1, adapter: Adapter | None = None, **how: Any) -> Sequence:
@@ -49,6 +53,34 @@ def test_the_tokens_of_an_adapter_are_no_text_and_what_was_rejected_is_forgotten
     assert proposer.propose({of_adapter: 2, plain: 3}) == {plain: (7, 5, 6)}
     plain.tokens += [8, 5, 6]
     assert proposer.propose({plain: 2}) == {plain: (8, 5)}
+
+
+def test_what_is_predicted_is_looked_at_before_the_text() -> None:
+    request = Request(id=1, prompt=(1, 2), prediction=(7, 1, 2, 3, 4, 5), sampling=Sampling())
+    one = Sequence(request, 0, [1, 2], None, 0.0)
+    proposer = NgramProposer()
+    assert proposer.propose({one: 4}) == {one: (3, 4, 5, 1)}
+    one.tokens += [3, 9, 1, 2]
+    assert proposer.propose({one: 2}) == {one: (3, 9)}, "what came last counts"
+    proposer.forget(one)
+    assert proposer.propose({one: 2}) == {one: (3, 9)}
+
+
+def test_a_prediction_is_text_or_parts_of_it() -> None:
+    prompts = Prompts(bytes_tokenizer(), longest=8, vocabulary=258, most=1)
+    parts = b'{"type":"content","content":[{"type":"text","text":"ab"},{"type":"text","text":"cd"}]}'
+    assert prompts.predicted(msgspec.Raw(parts)) == tuple(b"abcd")
+    assert prompts.predicted(msgspec.Raw(b'{"type":"content","content":"0123456789"}')) == tuple(b"01234567")
+    assert prompts.predicted(msgspec.Raw()) == prompts.predicted(msgspec.Raw(b"null")) == ()
+    for wrong in (
+        b'{"type":"content"}',
+        b'{"type":"x","content":"a"}',
+        b"[]",
+        b'{"type":"content","content":"%b"}' % (b"x" * 300_000),
+    ):
+        with pytest.raises(ApiError, match="prediction") as error:
+            prompts.predicted(msgspec.Raw(wrong))
+        assert error.value.status == 400
 
 
 class Asked:

@@ -30,6 +30,7 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     cors: Cors = Cors()
     root_path: str = ""
     log_format: str = "text"
+    predicts: bool = False  # whether a chat's prediction makes drafts
     trains: bool = False  # whether Tinker's API is there, too
     server: str | None = None  # its name among those of a cluster
     engine: int = 0  # the process that is to end if it hangs; 0: none

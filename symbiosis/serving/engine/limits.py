@@ -186,6 +186,7 @@ def check(request: Request, virtual: int, adapter_pages: int, served: "ModelRunn
     if not virtual + len(request.prompt):
         raise Unfit("prompt", "is empty: give at least one token")
     check_tokens("prompt", request.prompt, served.vocabulary)
+    check_tokens("prediction", request.prediction, served.vocabulary)
     if request.chosen or request.ended:
         check_chosen(request, served.vocabulary)
     sampling, whole = request.sampling, virtual + len(request.prompt) + request.sampling.max_tokens

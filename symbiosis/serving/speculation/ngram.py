@@ -10,7 +10,7 @@ BYTES = array("i").itemsize
 
 
 class NgramProposer:
-    """Looks in each text, the prompt and what was chosen, for the last place at which its end stands, too."""
+    """Looks in each text, a prediction, the prompt and what was chosen, for the last place at which its end stands, too."""
 
     def __init__(self) -> None:
         self._texts: dict[Sequence, bytearray] = {}
@@ -24,10 +24,12 @@ class NgramProposer:
         self._texts.pop(sequence, None)
 
     def _text(self, sequence: Sequence) -> bytearray:
-        """Return a sequence's tokens in memory that is searched quickly, without what stands for an adapter's."""
-        text = self._texts.setdefault(sequence, bytearray())
-        tokens = sequence.tokens
-        text += array("i", tokens[sequence.virtual + len(text) // BYTES :]).tobytes()
+        """Return a sequence's tokens in memory that is searched quickly, without what stands for an adapter's, and behind what is predicted."""
+        prediction = sequence.request.prediction
+        if (text := self._texts.get(sequence)) is None:
+            text = self._texts[sequence] = bytearray(array("i", prediction).tobytes())
+        known = len(text) // BYTES - len(prediction)
+        text += array("i", sequence.tokens[sequence.virtual + known :]).tobytes()
         return text
 
 
