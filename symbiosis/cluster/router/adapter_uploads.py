@@ -13,7 +13,7 @@ import msgspec
 
 from symbiosis.cluster.placement import State
 from symbiosis.cluster.router.server_registry import ServerRegistry
-from symbiosis.cluster.router.upstream import Lost, Upstream
+from symbiosis.cluster.router.upstream import Lost, Upstream, message_of
 from symbiosis.protocol.cluster_state import Told
 from symbiosis.server.api_errors import ApiError, wrong
 
@@ -83,13 +83,6 @@ async def _try(view: ServerRegistry, model: str, name: str, headers: dict[str, s
                     raise ApiError(status, message_of(told))
                 return
     raise ApiError(503, f"no server of {model} is ready to try it: send it later", retry_s=5.0, reason="no_server")
-
-
-def message_of(body: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.MsgspecError, LookupError, TypeError):
-        return "a server cannot load it"
 
 
 def _replace(folder: Path, name: str, link: Path) -> None:

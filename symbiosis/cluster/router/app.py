@@ -121,12 +121,10 @@ async def training(front: RouterState, request: Request) -> ASGIApp:
         return front.forward(request, tenant.name, training_requests.for_new_session(front.view), data)
     seen = server_of(front.view, mark_in(path) or ids.mark, ids.base_model)
     if path in training_requests.OF_A_BASE and (other := of_other_base(front.view, seen, ids)) is not None:
-        id = await training_requests.session_at(other, str(ids.session_id), passed_on(request, "x-api-key"))
+        id = await training_requests.session_at(other, str(ids.session_id), request)
         return front.forward(request, tenant.name, other, with_fields(data, {"session_id": id}))
     if path == HEARTBEAT:
-        await training_requests.tell_others(
-            front.view, seen, str(ids.session_id), request, passed_on(request, "x-api-key")
-        )
+        await training_requests.tell_others(front.view, seen, str(ids.session_id), request)
     return front.forward(request, tenant.name, seen, data)
 
 
@@ -134,16 +132,14 @@ async def finish(front: RouterState, request: Request) -> ASGIApp:
     _trainer(front, request)
     id = request.path_params["id"]
     front.view.look()
-    await training_requests.tell_others(
-        front.view, server_of(front.view, mark_in(id)), id, request, passed_on(request, "x-api-key")
-    )
+    await training_requests.tell_others(front.view, server_of(front.view, mark_in(id)), id, request)
     return await training(front, request)
 
 
 async def capabilities(front: RouterState, request: Request) -> ASGIApp:
     _trainer(front, request)
     front.view.look()
-    found = await training_requests.capabilities(front.view, passed_on(request, "x-api-key"))
+    found = await training_requests.capabilities(front.view, request)
     return json_response({"supported_models": found}) if found else await training(front, request)
 
 
@@ -156,9 +152,7 @@ async def signed_file(front: RouterState, request: Request) -> ASGIApp:
 async def sessions(front: RouterState, request: Request) -> ASGIApp:
     _trainer(front, request)
     front.view.look()
-    return json_response(
-        {"sessions": await training_requests.sessions(front.view, request, passed_on(request, "x-api-key"))}
-    )
+    return json_response({"sessions": await training_requests.sessions(front.view, request)})
 
 
 def _trainer(front: RouterState, request: Request) -> Tenant:
@@ -279,10 +273,10 @@ async def relayed_metrics(front: RouterState, request: Request) -> ASGIApp:
 
 async def figures(front: RouterState, request: Request) -> ASGIApp:
     """Return what the page shows."""
-    tenant, headers = front.tenant(request), passed_on(request)
-    told = await front.shown.figures(headers, tenant.may_change_adapters)
+    tenant = front.tenant(request)
+    told = await front.shown.figures(passed_on(request), tenant.may_change_adapters)
     if any(each.member.trains for each in front.view.seen.values()):
-        told["runs"] = await training_requests.of_all(front.view, "/figures", "runs", headers)
+        told["runs"] = await training_requests.of_all(front.view, "/figures", "runs", request)
     return json_response(told)
 
 

@@ -16,7 +16,7 @@ from symbiosis.cluster.router.response_requests import ResponseFields, tokens_to
 from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.server.api_app import URL_HEADER, ApiState
 from symbiosis.server.api_errors import ApiError, busy, unknown_model, wrong
-from symbiosis.server.api_keys import Tenant
+from symbiosis.server.api_keys import Admission, Tenant
 from symbiosis.server.request_record import this_request
 from symbiosis.server.server_marks import mark_in_response
 from symbiosis.server.tracing import Tracing
@@ -82,13 +82,7 @@ class RouterState(ApiState):
         wish = RoutingRequest(
             model=model, adapter=adapter, sequences=asked.sequences, pages=0 if is_vain else tokens, tenant=tenant.name, is_vain=is_vain,
         )  # fmt: skip
-        admission, held = tenant.admit(asked.sequences, self.keys.clock(), tokens), Lease(self._held, tenant.name)
-        admission.at_end.append(held.end)
-        if not held.take(asked.size):
-            admission.end()
-            raise busy("what waits and runs is too large together", "share_of_key")
-        record = this_request()
-        record.model, record.adapter, record.choices = model, adapter or model, asked.sequences
+        admission, held = self._admitted(tenant, wish, tokens, asked.size)
         return Relay(self.view, request.url.path, passed_on(request), asked, wish, held, admission)
 
     def forward(self, request: Request, tenant: str, seen: Seen, data: bytes) -> Forward:
@@ -112,15 +106,20 @@ class RouterState(ApiState):
         if seen is not None and asked.model in self.view.told.aliases:
             model = seen.member.model
         wish = asked.wish(model, adapter, tenant.name, len(data), self.view.most(model)[1])
-        admission, held = tenant.admit(1, self.keys.clock(), wish.pages), Lease(self._held, tenant.name)
+        admission, _ = self._admitted(tenant, wish, wish.pages, len(data))
+        sent = sent_of(request, data if adapter else with_fields(data, {"model": model}))
+        return Forward(self.view, seen, sent, wish, lambda tail: admission.end(tokens_told(tail)))
+
+    def _admitted(self, tenant: Tenant, wish: RoutingRequest, tokens: int, size: int) -> tuple[Admission, Lease]:
+        """Let a request of so many tokens in, with a body of so many bytes, which it holds until it ends."""
+        admission, held = tenant.admit(wish.sequences, self.keys.clock(), tokens), Lease(self._held, tenant.name)
         admission.at_end.append(held.end)
-        if not held.take(len(data)):
+        if not held.take(size):
             admission.end()
             raise busy("what waits and runs is too large together", "share_of_key")
         record = this_request()
-        record.model, record.adapter, record.choices = model, adapter or model, 1
-        sent = sent_of(request, data if adapter else with_fields(data, {"model": model}))
-        return Forward(self.view, seen, sent, wish, lambda tail: admission.end(tokens_told(tail)))
+        record.model, record.adapter, record.choices = wish.model, wish.adapter or wish.model, wish.sequences
+        return admission, held
 
     def drop_what_is_gone(self) -> None:
         """Count no more what adapters did that are gone."""

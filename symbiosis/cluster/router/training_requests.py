@@ -10,10 +10,10 @@ import msgspec
 from starlette.requests import Request
 
 from symbiosis.cluster.placement import State
-from symbiosis.cluster.router.adapter_uploads import message_of
 from symbiosis.cluster.router.forward import AWAY
+from symbiosis.cluster.router.router_state import passed_on
 from symbiosis.cluster.router.server_registry import ANSWER_S, Seen, ServerRegistry, answer_of
-from symbiosis.cluster.router.upstream import Lost, Upstream
+from symbiosis.cluster.router.upstream import Lost, Upstream, message_of
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.openai_protocol import decoded
 from symbiosis.server.server_marks import MARK, mark_in, mark_of
@@ -116,12 +116,12 @@ def of_other_base(view: ServerRegistry, seen: Seen, ids: TrainingIds) -> Seen | 
     return None if ids.session_id is None or model == seen.member.model else _second(view, model, ids.session_id)
 
 
-async def session_at(seen: Seen, session: str, headers: dict[str, str]) -> str:
+async def session_at(seen: Seen, session: str, request: Request) -> str:
     """Return the id of a session at another server, where it is begun if it is not there."""
-    id = mark_of(seen.member.name) + session[MARK:]
+    id = _id_at(seen, session)
     body = msgspec.json.encode({"session_id": id, "tags": [], "sdk_version": SDKS[-1]})
     try:
-        status, told = await Upstream.fetch(seen.member.url, NEW, headers, body, "POST")
+        status, told = await Upstream.fetch(seen.member.url, NEW, _headers(request), body, "POST")
     except Lost:
         raise ApiError(503, AWAY, retry_s=1.0, reason="no_server") from None
     if status != 200:
@@ -129,21 +129,24 @@ async def session_at(seen: Seen, session: str, headers: dict[str, str]) -> str:
     return id
 
 
-async def tell_others(
-    view: ServerRegistry, seen: Seen, session: str, request: Request, headers: dict[str, str]
-) -> None:
+async def tell_others(view: ServerRegistry, seen: Seen, session: str, request: Request) -> None:
     """Ask of the other servers of a session what its first one is asked: it goes on, or ends, at all of them."""
     models = {each.member.model for each in view.seen.values() if each.member.trains} - {seen.member.model}
     others = filter(None, (_second(view, model, session) for model in models))
-    await asyncio.gather(*(_tell(each, session, request, headers) for each in others))
+    await asyncio.gather(*(_tell(each, session, request) for each in others))
 
 
-async def _tell(seen: Seen, session: str, request: Request, headers: dict[str, str]) -> None:
-    id = mark_of(seen.member.name) + session[MARK:]
+async def _tell(seen: Seen, session: str, request: Request) -> None:
+    id = _id_at(seen, session)
     with suppress(Lost, TimeoutError):
         async with asyncio.timeout(ANSWER_S):
             path = request.url.path.replace(session, id)
-            await Upstream.fetch(seen.member.url, path, headers, msgspec.json.encode({"session_id": id}), "POST")
+            body = msgspec.json.encode({"session_id": id})
+            await Upstream.fetch(seen.member.url, path, _headers(request), body, "POST")
+
+
+def _id_at(seen: Seen, session: str) -> str:
+    return mark_of(seen.member.name) + session[MARK:]
 
 
 def _second(view: ServerRegistry, model: str, session: str) -> Seen | None:
@@ -153,24 +156,24 @@ def _second(view: ServerRegistry, model: str, session: str) -> Seen | None:
     return max(servers, key=lambda each: sha256(f"{each.member.name} {session[MARK:]}".encode()).digest(), default=None)
 
 
-async def capabilities(view: ServerRegistry, headers: dict[str, str]) -> list[Any]:
+async def capabilities(view: ServerRegistry, request: Request) -> list[Any]:
     """Return the models that can be trained."""
-    found = await of_all(view, "/api/v1/get_server_capabilities", "supported_models", headers)
+    found = await of_all(view, "/api/v1/get_server_capabilities", "supported_models", request)
     return list({each["model_name"]: each for each in found}.values())
 
 
-async def sessions(view: ServerRegistry, request: Request, headers: dict[str, str]) -> list[str]:
+async def sessions(view: ServerRegistry, request: Request) -> list[str]:
     """Return a key's sessions at all servers, as one list that is asked for by `limit` and `offset`."""
     query = request.query_params
     limit, offset = _whole(query.get("limit"), 20), _whole(query.get("offset"), 0)
-    found = await of_all(view, f"/api/v1/sessions?limit={limit + offset}", "sessions", headers)
+    found = await of_all(view, f"/api/v1/sessions?limit={limit + offset}", "sessions", request)
     return found[offset : offset + limit]
 
 
-async def of_all(view: ServerRegistry, target: str, field: str, headers: dict[str, str]) -> list[Any]:
+async def of_all(view: ServerRegistry, target: str, field: str, request: Request) -> list[Any]:
     """Return what all servers that train have in a field of their answers, one after another. One that does not answer has nothing."""
     ready = [each for each in view.seen.values() if each.member.trains and each.state is State.READY]
-    told = await asyncio.gather(*(_of_one(each, target, field, headers) for each in ready))
+    told = await asyncio.gather(*(_of_one(each, target, field, _headers(request)) for each in ready))
     return [each for found in told for each in found]
 
 
@@ -180,6 +183,10 @@ async def _of_one(seen: Seen, target: str, field: str, headers: dict[str, str]) 
             return list((await answer_of(seen.member.url, target, headers))[field])
     except (Lost, TimeoutError, LookupError, TypeError):
         return []
+
+
+def _headers(request: Request) -> dict[str, str]:
+    return passed_on(request, "x-api-key")
 
 
 def _whole(given: str | None, default: int) -> int:

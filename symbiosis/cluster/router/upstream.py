@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
 from symbiosis.server.api_app import SECRET_HEADER
 
@@ -192,3 +193,15 @@ class Upstream(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._is_whole, self._may_be_kept = True, self._parser.should_keep_alive()
+
+
+def message_of(body: bytes) -> str:
+    """Return what an answer says that is wrong.
+
+    >>> message_of(b'{"error": {"message": "there is no such run"}}'), message_of(b"")
+    ('there is no such run', 'the server does not say why')
+    """
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return "the server does not say why"
