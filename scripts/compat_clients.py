@@ -107,15 +107,17 @@ def described(client: Environment, folder: Path) -> dict[str, str]:
     """Whether the server does as its /openapi.json says, to some thousand requests that are made of it. That requests which it allows may be refused for
     what they mean is no error: no schema says which models there are."""
     with served("demo", folder) as url:
-        words = [
-            str(client.folder / "bin" / "schemathesis"),
-            "run",
-            f"{url.removesuffix('/v1')}/openapi.json",
-            "--no-color",
+        words = [str(client.folder / "bin" / "schemathesis"), "run", f"{url.removesuffix('/v1')}/openapi.json"]
+        words += ["--no-color", "--continue-on-failure", "--max-examples", "5", "--phases", "coverage,fuzzing"]
+        words += [
+            "--exclude-checks",
+            "positive_data_acceptance",
+            "--exclude-path",
+            "/metrics",
+            "--request-timeout",
+            "60",
         ]
-        words += ["--max-examples", "5", "--phases", "coverage,fuzzing", "--exclude-checks", "positive_data_acceptance"]
-        words += ["--exclude-path", "/metrics", "--continue-on-failure", "--request-timeout", "60"]
-        done = subprocess.run(words, env=quiet(), text=True, capture_output=True, timeout=LIMIT_S)
+        done = subprocess.run(words, cwd=folder, env=quiet(), text=True, capture_output=True, timeout=LIMIT_S)
     return {"as described": done.stdout[-600:] + done.stderr[-300:] if done.returncode else ""}
 
 
