@@ -206,8 +206,9 @@ class ServingState(ApiState):
         if before is not None and not before.tokens and not before.ended:
             before = None  # nothing of it has been told
         ended = before.ended_of(body.n) if before else {}
-        predicts = self.options.predicts and isinstance(body, ChatBody)
-        prediction = self.prompts.predicted(body.prediction) if predicts else ()
+        prediction: tuple[int, ...] = ()
+        if self.options.predicts and isinstance(body, ChatBody):
+            prediction = self.prompts.predicted(body.prediction)
         requests = [
             Request(
                 id=next(self.remote.ids), prompt=prompt, sampling=sampling, adapter=adapter, tenant=admission.tenant.name,
