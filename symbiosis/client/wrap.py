@@ -237,14 +237,10 @@ def check_same(place: ParameterSite, layer: Layer) -> None:
             Code.WRONG_MODEL,
         )
     if tensor.device.type != "meta" and digest(tensor) != layer.digest:
-        packed = (
-            f" (That holds them as {layer.packed}: symbiosis.from_executor builds a model of them.)"
-            if layer.packed
-            else ""
-        )
+        held = f" (The executor holds them as {layer.packed}: symbiosis.from_executor builds a model of them.)"
         raise WrapError(
             f"{layer.name}: the weights differ from the executor's. This model is another checkpoint or revision, "
-            f"or something changed its weights (PiSSA, OLoRA and the like do at init: keep such layers with layers=){packed}",
+            f"or something changed its weights (PiSSA, OLoRA and the like do at init: keep such layers with layers=){held if layer.packed else ''}",
             Code.WRONG_MODEL,
         )
 

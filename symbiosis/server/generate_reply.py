@@ -76,7 +76,7 @@ class GenerateReply(GenerationReply):
         """Return the events of what the text has gained: its characters come with the last of its tokens."""
         self._read(delta)
         texts = [""] * (len(delta.tokens) - 1) + [delta.text]
-        parts = [
+        parts: list[Fields] = [
             {"token": self._shown(token, text), "generated_text": None, "details": None}
             for token, text in zip(delta.tokens, texts, strict=False)
         ]

@@ -44,9 +44,9 @@ class GenerationReply:
     async def _whole(self, writer: SseWriter) -> None:
         """Answer when all is there."""
 
-    @abstractmethod
     async def _stream(self, writer: SseWriter) -> None:
-        """Answer with events. An error before the first one is an answer of its own; a later one is an event."""
+        """Answer with events, if this kind of answer has any. An error before the first one is an answer of its own; a later one is an event."""
+        raise NotImplementedError
 
 
 class LongReply(GenerationReply):

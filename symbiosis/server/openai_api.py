@@ -87,7 +87,7 @@ def make_app(front: ServingState) -> ASGIApp:
         ("GET", "/", api_app.shown_page),
     ]
     described = openapi.document(table, front.keys.are_needed, front.options.root_path)
-    table.append(("GET", "/openapi.json", partial(_described, json_response(described).body)))
+    table.append(("GET", "/openapi.json", partial(_described, msgspec.json.encode(described))))
     if not front.options.trains:
         return Api(front, table, front.remote.welcome.secret)
     from symbiosis.server.tinker.routes import Tinker

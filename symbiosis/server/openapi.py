@@ -51,7 +51,7 @@ def document(table: Table, needs_keys: bool, root_path: str = "") -> dict[str, A
 def _operation(method: str, path: str, route: Any, schema: dict[str, Any] | None) -> dict[str, Any]:
     name = f"{method.lower()}{path}".replace("/", "_").replace("{", "").replace(":path}", "").replace("}", "")
     failed = {"description": "It is refused, or has failed.", "content": {"application/json": {"schema": {"$ref": REFERENCE.format(name=ERROR)}}}}  # fmt: skip
-    answer = {"description": "The answer."} | ({} if method == "DELETE" else {"content": {"*/*": {}}})
+    answer: dict[str, Any] = {"description": "The answer."} | ({} if method == "DELETE" else {"content": {"*/*": {}}})
     told: dict[str, Any] = {"operationId": name, "responses": {"2XX": answer, "4XX": failed, "5XX": failed}}
     if doc := (route.__doc__ or "").strip().partition("\n")[0]:
         told["summary"] = doc

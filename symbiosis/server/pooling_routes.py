@@ -93,18 +93,15 @@ async def _scored(
     adapter, classes = await _classes(front, tenant, body)
     if classes > 1:
         raise wrong(NO_SCORE.format(_model(front, body), classes), "model")
-    (name, field), (left, right), cut = (
-        body.names,
-        body.pairs,
-        front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side),
-    )
+    (name, field), (left, right) = body.names, body.pairs
+    cut = front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side)
     for each, texts in ((name, left), (field, right)):
         if not texts:
             raise wrong(f"{each} is empty", each)
         front.prompts.several(texts, each, cut)
     if classes:
         pairs = [(left[number if len(left) > 1 else 0], text) for number, text in enumerate(right)]
-        prompts = [partial(front.prompts.of_pair, pair, cut) for pair in pairs]
+        prompts: list[Prompt] = [partial(front.prompts.of_pair, pair, cut) for pair in pairs]
         pooling = Pooling("head", body.use_activation is not False)
         shape: Shape = lambda vectors: tell([numbers(vector)[0] for vector in vectors])  # noqa: E731
     else:

@@ -30,9 +30,11 @@ CARRY_NOTHING = frozenset((Op.NORMS, Op.READ, Op.STATS))  # ops that tell an exe
 
 
 class Level(Protocol):
-    """A way to hide rows. `wire` is the dtype in which it sends them, if that is not their own."""
+    """A way to hide rows."""
 
-    wire: torch.dtype | None
+    @property
+    def wire(self) -> torch.dtype | None:
+        """The dtype in which it sends them, if that is not their own."""
 
     def open(self, session: "PrivateSession") -> None:
         """Check, after the session has joined, that its executor can do what this level needs."""

@@ -10,7 +10,7 @@ import mmap
 import os
 import struct
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from math import prod
 from typing import Annotated, Any, BinaryIO
@@ -29,7 +29,7 @@ from symbiosis.transport.tensors import bytes_of
 NAME = "symbiosis-packed-weights"
 LENGTH = struct.Struct("<Q")
 LONGEST_HEAD = 64 << 20  # bytes
-KINDS: dict[str, type[PackedWeight]] = {
+KINDS: dict[str, Callable[..., PackedWeight]] = {
     kind.__name__: kind for kind in (ScaledWeight, TableWeight, GroupedWeight, MicroscaledWeight)
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -64,7 +64,7 @@ def publish(weights: dict[int, PackedWeight]) -> BinaryIO:
     entries = list(_entries(weights))
     head = msgspec.msgpack.encode(entries)
     start = _aligned(LENGTH.size + len(head))
-    size = start + max((part.begin + part.nbytes for entry in entries for part in entry.parts.values()), default=0)
+    size = start + _nbytes(entries)
     file = os.fdopen(os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b", buffering=0)
     file.truncate(size)
     with mmap.mmap(file.fileno(), size) as memory:
@@ -89,6 +89,11 @@ def _entries(weights: dict[int, PackedWeight]) -> Iterator[Entry]:
         yield Entry(number, type(weight).__name__, figures, parts)
 
 
+def _nbytes(entries: Sequence[Entry]) -> int:
+    """Return how many bytes all parts take, with what lies between them."""
+    return max((part.begin + part.nbytes for entry in entries for part in entry.parts.values()), default=0)
+
+
 def taken(manifest: Sequence[Layer], fd: int) -> dict[int, PackedWeight]:
     """Map the packed weights of the file `fd`, by number. Raises `ProtocolError` unless they are those of the manifest. A write to one ends the
     process (SIGSEGV)."""
@@ -100,7 +105,7 @@ def taken(manifest: Sequence[Layer], fd: int) -> dict[int, PackedWeight]:
     must_hold(fd, start, SEALS)
     try:
         entries = msgspec.msgpack.decode(os.pread(fd, length, LENGTH.size), type=list[Entry])
-        size = start + max((part.begin + part.nbytes for entry in entries for part in entry.parts.values()), default=0)
+        size = start + _nbytes(entries)
         must_hold(fd, size, SEALS)
         memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
         found = {entry.number: _weight(memory, start, entry) for entry in entries}
