@@ -7,7 +7,7 @@ import msgspec
 
 from symbiosis.server.api_errors import wrong
 from symbiosis.server.guides import ANY_OBJECT
-from symbiosis.server.openai_fields import check_default
+from symbiosis.server.openai_fields import RAW, check_default
 from symbiosis.server.openai_protocol import AS_ASKED, CompletionBody, Tokens, Whole, check
 from symbiosis.serving.request import Guide
 
@@ -31,14 +31,14 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     """LoRAX's `response_format`."""
 
     type: Literal["json_object"]
-    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    schema: msgspec.Raw = RAW
 
 
 class GenerateGrammar(msgspec.Struct, forbid_unknown_fields=True):
     """TGI's `grammar`."""
 
     type: Literal["json", "regex"]
-    value: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    value: msgspec.Raw = RAW
 
 
 class Parameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -65,12 +65,12 @@ class Parameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     response_format: SchemaFormat | None = None
     grammar: GenerateGrammar | None = None
     # OF_GENERATE
-    adapter_source: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    merged_adapters: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    api_token: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    best_of: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    typical_p: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    watermark: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    adapter_source: msgspec.Raw = RAW
+    merged_adapters: msgspec.Raw = RAW
+    api_token: msgspec.Raw = RAW
+    best_of: msgspec.Raw = RAW
+    typical_p: msgspec.Raw = RAW
+    watermark: msgspec.Raw = RAW
 
     @property
     def samples(self) -> bool:

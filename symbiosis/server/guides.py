@@ -4,13 +4,14 @@ engine."""
 import msgspec
 
 from symbiosis.server.api_errors import wrong
+from symbiosis.server.openai_fields import RAW
 from symbiosis.serving.request import Guide
 
 ANY_OBJECT = '{"type":"object"}'
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
-    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # its text, which the engine's process reads
+    schema: msgspec.Raw = RAW  # its text, which the engine's process reads
     name: str | None = None
     strict: bool | None = None
     description: str | None = None
@@ -24,7 +25,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's `structured_outputs`: one of them."""
 
-    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # a schema, or its text
+    json: msgspec.Raw = RAW  # a schema, or its text
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None

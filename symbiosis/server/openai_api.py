@@ -146,8 +146,8 @@ def _completion(
 
 
 def _prompt_tops(body: openai_protocol.CompletionBody, most: int) -> int | None:
-    """Return with how many others the log probabilities of a prompt's tokens are told; None: with none, and neither are they. Without a token to make,
-    only the prompt is computed."""
+    """Return how many of the most likely tokens are told at each place of a prompt, beside its own; None: no log probabilities of it are. Where no
+    token is to be made, they are computed all the same."""
     echoed = body.logprobs or 0 if body.echo and (body.logprobs is not None or most == 0) else None
     asked = [each for each in (body.prompt_logprobs, echoed) if each is not None]
     return max(asked, default=None)

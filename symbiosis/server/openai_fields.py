@@ -8,6 +8,8 @@ import msgspec
 
 from symbiosis.server.api_errors import wrong
 
+# the default of what is kept as it is written: `Raw()` itself has no JSON schema
+RAW: Any = msgspec.field(default_factory=msgspec.Raw)
 HARMLESS = {  # taken: no answer depends on them
     "user": "who asks, for logs of a provider",
     "metadata": "labels, for logs of a provider",

@@ -11,7 +11,7 @@ import msgspec
 from symbiosis.server.api_errors import ApiError, wrong
 from symbiosis.server.guides import ResponseFormat, StructuredOutputs, guide_of
 from symbiosis.server.json_costs import Most
-from symbiosis.server.openai_fields import DEFAULTS, OF_TEMPLATE, check_default
+from symbiosis.server.openai_fields import DEFAULTS, OF_TEMPLATE, RAW, check_default
 from symbiosis.server.tools import Choice, Tool, ToolUse, tool_use
 from symbiosis.serving.engine.limits import COUNTS, LIMITS, Unfit, check_count, check_length
 from symbiosis.serving.request import MANY, Guide, Sampling
@@ -24,7 +24,7 @@ NO_OBJECT = re.compile("Expected `object.*`, got `[a-z]+`")  # without a field: 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # of DEFAULTS
+    include_obfuscation: msgspec.Raw = RAW  # of DEFAULTS
 
 
 class Continuation(msgspec.Struct, forbid_unknown_fields=True):
@@ -100,7 +100,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    guided_json: msgspec.Raw = RAW
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -111,12 +111,12 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # DEFAULTS
-    store: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    service_tier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt_cache_options: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt_cache_retention: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    use_beam_search: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    length_penalty: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    store: msgspec.Raw = RAW
+    service_tier: msgspec.Raw = RAW
+    prompt_cache_options: msgspec.Raw = RAW
+    prompt_cache_retention: msgspec.Raw = RAW
+    use_beam_search: msgspec.Raw = RAW
+    length_penalty: msgspec.Raw = RAW
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -145,7 +145,7 @@ class CompletionBody(Body, kw_only=True):
     logprobs: Whole | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # of DEFAULTS
+    suffix: msgspec.Raw = RAW  # of DEFAULTS
 
 
 class ChatBody(Body, kw_only=True):
@@ -166,14 +166,14 @@ class ChatBody(Body, kw_only=True):
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     # HARMLESS
-    prediction: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # an object: `Prompts.predicted`
+    prediction: msgspec.Raw = RAW  # an object: `Prompts.predicted`
     # DEFAULTS
-    functions: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    function_call: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    modalities: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    audio: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    moderation: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    web_search_options: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    functions: msgspec.Raw = RAW
+    function_call: msgspec.Raw = RAW
+    modalities: msgspec.Raw = RAW
+    audio: msgspec.Raw = RAW
+    moderation: msgspec.Raw = RAW
+    web_search_options: msgspec.Raw = RAW
 
     @property
     def names(self) -> Mapping[str, str]:

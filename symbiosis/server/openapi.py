@@ -7,13 +7,14 @@ import msgspec
 
 from symbiosis import __version__
 from symbiosis.server.body_readers import body_of
+from symbiosis.server.openai_protocol import AS_ASKED
 from symbiosis.serving.engine.limits import COUNTS, LENGTHS, LIMITS
 from symbiosis.serving.request import MANY, Limit
 
 REFERENCE = "#/components/schemas/{name}"
 ERROR = "Error"
 NUMBERS = LIMITS | {"n": LIMITS["completions"], "top_k": Limit(-1, MANY)}  # -1 is vLLM's word for 0
-COUNTED = {"stop": "stop", "metadata": "metadata", "logit_bias": "logit_bias", "stop_token_ids": "stop_tokens", "allowed_token_ids": "allowed_tokens", "bad_words": "bad_words", "tools": "tools", "messages": "messages"}  # fmt: skip
+COUNTED = {AS_ASKED.get(name, name): name for name in COUNTS}
 Table = Iterable[tuple[str, str, Any]]  # methods, paths, and what answers them
 
 

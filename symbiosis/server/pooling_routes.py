@@ -120,17 +120,11 @@ def _of_texts(front: ServingState, body: TextsBody) -> list[Prompt]:
     if body.input is not None:
         special = body.add_special_tokens is not False
         several = front.prompts.several(body.input, "input", cut)
-        return [partial(_tokens, front, each, special, cut) for each in several]
+        return [partial(front.prompts.tokens, each, "input", cut, special) for each in several]
     if not body.messages:
         raise wrong("messages is empty", "messages")
     check_parts(body.messages)
     return [lambda: _of_chat(front, body, cut)]
-
-
-def _tokens(front: ServingState, given: str | list[int], special: bool, cut: PromptCut | None) -> tuple[int, ...]:
-    if isinstance(given, str):
-        return front.prompts.of_text(given, special, cut)
-    return front.prompts.tokens(given, "input", cut)
 
 
 def _of_chat(front: ServingState, body: TextsBody, cut: PromptCut | None) -> tuple[int, ...]:

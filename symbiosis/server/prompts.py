@@ -11,7 +11,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.server.api_errors import ApiError, wrong
 from symbiosis.server.openai_fields import OF_TEMPLATE
 from symbiosis.server.openai_protocol import refused
-from symbiosis.serving.engine.detokenize import chat_text, prompt_tokens
+from symbiosis.serving.engine.detokenize import chat_text
 from symbiosis.serving.engine.limits import Unfit, check_tokens
 
 NO_PROMPT = "a prompt is a text or a list of tokens; several are a list of them"
@@ -81,10 +81,12 @@ class Prompts:
                 raise too_long(self._longest, f"{len(each)} tokens", name)
         return several
 
-    def tokens(self, prompt: str | list[int], name: str = "prompt", cut: PromptCut | None = None) -> tuple[int, ...]:
-        """Return the tokens of a prompt. A long one takes long."""
+    def tokens(
+        self, prompt: str | list[int], name: str = "prompt", cut: PromptCut | None = None, special: bool = True
+    ) -> tuple[int, ...]:
+        """Return the tokens of a prompt; of a text, with the tokenizer's special ones if those are wanted. A long one takes long."""
         if isinstance(prompt, str):
-            return prompt_tokens(self._tokenizer, prompt) if cut is None else self.of_text(prompt, True, cut)
+            return self.of_text(prompt, special, cut)
         if not all(isinstance(token, int) for token in prompt):
             raise wrong(NO_PROMPT, name)
         try:

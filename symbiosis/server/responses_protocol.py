@@ -6,7 +6,7 @@ import msgspec
 
 from symbiosis.server.api_errors import wrong
 from symbiosis.server.guides import JsonSchema, ResponseFormat
-from symbiosis.server.openai_fields import DEFAULTS, OF_RESPONSES, check_default
+from symbiosis.server.openai_fields import DEFAULTS, OF_RESPONSES, RAW, check_default
 from symbiosis.server.openai_protocol import ChatBody, Tokens, check
 from symbiosis.server.tools import Choice, Function, NamedTool, Tool, ToolName
 
@@ -17,7 +17,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
-    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    schema: msgspec.Raw = RAW
     name: str | None = None
     strict: bool | None = None
     description: str | None = None
@@ -63,23 +63,23 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # DEFAULTS
-    background: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    context_management: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    conversation: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    image: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    include: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    max_tool_calls: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    moderation: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt_cache_options: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    prompt_cache_retention: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    reasoning: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    service_tier: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    stream_options: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    top_logprobs: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    truncation: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    access_programs: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
-    background_options: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    background: msgspec.Raw = RAW
+    context_management: msgspec.Raw = RAW
+    conversation: msgspec.Raw = RAW
+    image: msgspec.Raw = RAW
+    include: msgspec.Raw = RAW
+    max_tool_calls: msgspec.Raw = RAW
+    moderation: msgspec.Raw = RAW
+    prompt: msgspec.Raw = RAW
+    prompt_cache_options: msgspec.Raw = RAW
+    prompt_cache_retention: msgspec.Raw = RAW
+    reasoning: msgspec.Raw = RAW
+    service_tier: msgspec.Raw = RAW
+    stream_options: msgspec.Raw = RAW
+    top_logprobs: msgspec.Raw = RAW
+    truncation: msgspec.Raw = RAW
+    access_programs: msgspec.Raw = RAW
+    background_options: msgspec.Raw = RAW
 
     def messages(self) -> list[Message]:
         """Return the messages that the input stands for."""

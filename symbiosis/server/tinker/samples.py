@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from symbiosis.server import openai_protocol
 from symbiosis.server.api_errors import ApiError, busy, failed, wrong
 from symbiosis.server.api_keys import Tenant
+from symbiosis.server.openai_fields import RAW
 from symbiosis.server.openai_protocol import CompletionBody, decoded
 from symbiosis.server.request_record import begin
 from symbiosis.server.server_marks import new_session_id
@@ -61,7 +62,7 @@ class SampleRequest(msgspec.Struct):
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
-    target_prompt_logprobs: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    target_prompt_logprobs: msgspec.Raw = RAW
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None  # which only the hosted service's own loss reads
 
