@@ -82,12 +82,10 @@ def load_and_serve(model_name: str, options: Options) -> None:
     pages = pages_of(options)
     if options.serve:
         check_patterns(structure(model_name), options.serve)
-    with loading(
-        model_name
-    ):  # nothing but the store holds what was loaded, so that it can let go of a tensor when it moves it
+    with loading(model_name):
         model = load_model(model_name, options.dtype, options.device, (), options.quantize, options.serve)
         store = Store(model, options.serve, options.integers)
-        del model
+        del model  # so that the store lets go of a tensor when it moves it
 
     def ready(server: ExecutorLoop) -> None:
         endpoints = " ".join(listener.url for listener in server.listeners)

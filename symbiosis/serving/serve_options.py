@@ -21,8 +21,6 @@ SHARE = 0.25  # of the memory that is free, where nothing is said
 UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 NAME = re.compile(r"\w[\w.-]{0,127}")
 SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?([KMGT]iB)?", re.IGNORECASE)
-
-
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 ROOT_PATH = re.compile(r"(/[\w.~-]+)+")
 

@@ -133,16 +133,6 @@ def tokens(outputs: "SimpleQueue[Output]") -> tuple[int, ...]:
             return tuple(found)
 
 
-def test_many_that_decode_have_no_drafts() -> None:
-    with Engine(demo(), memory=1 << 25, speculate="ngram:8") as engine:
-        asked: list[SimpleQueue[Output]] = [SimpleQueue() for _ in range(16)]
-        for number, outputs in enumerate(asked):
-            how = Sampling(max_tokens=20, temperature=0.0, ignore_eos=True)
-            engine.submit(Request(id=number, prompt=tuple(b"abcabcabc"), sampling=how), outputs.put)
-        assert len({tokens(outputs) for outputs in asked}) == 1
-        assert engine.figures().drafted_tokens < 16 * 20
-
-
 def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="speculate goes with one device"):
         Engine("local:///nobody", devices=("cpu", "cpu"), speculate="ngram:4")

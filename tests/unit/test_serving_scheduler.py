@@ -252,6 +252,16 @@ def test_drafts_change_neither_who_ends_nor_what_is_given_back(
     play(Server(pages, rules, drafts=drafts, windows=windows), arrivals)
 
 
+@pytest.mark.parametrize(("decoding", "drafts"), [(1, 8), (4, 3), (8, 1), (16, 0)])
+def test_the_more_decode_the_fewer_drafts_each_has(decoding: int, drafts: int) -> None:
+    server = Server(4000, StepRules(), drafts=8)
+    for id in range(decoding):
+        server.scheduler.add(sequences(id, 20, most=100))
+    server.step()  # the prompts
+    step = server.step()
+    assert step is not None and [len(segment.drafts) for segment in step.segments] == [drafts] * decoding
+
+
 @settings(deadline=None, max_examples=100)
 @given(ARRIVALS, RULES, st.integers(0, 12), st.booleans(), st.sampled_from([(8, 8), (None, 8), (8, 24)]))
 def test_texts_longer_than_the_memory_end_if_their_windows_fit(

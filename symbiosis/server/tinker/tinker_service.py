@@ -19,13 +19,8 @@ from symbiosis.training import Engine as Trainer
 LOOK_EVERY_S = 5.0
 ROOM_WAIT_S = 0.0  # a key that has its part of what may wait is told at once: no thread waits for it
 ORDER_WAIT_S = 600.0  # a request waits so long for one before it: the SDK tries to send it for 300 s
-STATE, SERVERS, RUNS, SESSIONS, SECRET = (
-    "state",
-    "servers",
-    "runs",
-    "sessions",
-    "secret",
-)  # within the folder of checkpoints
+STATE, SERVERS, SECRET = "state", "servers", "secret"  # within the folder of checkpoints
+RUNS, SESSIONS = "runs", "sessions"  # within that of a server's state
 
 
 class TrainingService:
