@@ -31,6 +31,7 @@ class _Fields(msgspec.Struct):
     stream_options: msgspec.Raw = msgspec.Raw()
     seed: Whole | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: msgspec.Raw = msgspec.Raw()
     continuation: msgspec.Raw = msgspec.Raw()
 
     def raw(self, name: str) -> bytes:
@@ -66,7 +67,8 @@ class CompletionFields:
         self.most_tokens = self.sequences * self.longest
         before = fields.raw("continuation")
         self.continuation = _continuation(before) if before else None
-        is_plain = not fields.raw("stream_options") and not fields.return_token_ids and self.continuation is None
+        told_whole = fields.return_token_ids or fields.raw("prompt_logprobs")  # what streams do not tell
+        is_plain = not fields.raw("stream_options") and not told_whole and self.continuation is None
         self.may_be_streamed = not self.is_stream and is_plain
         self._data = data
         self.size = len(data)  # bytes
