@@ -41,6 +41,10 @@ class PoolingReply(GenerationReply):
             await writer.start(JSON)
             await writer.take(self._pieces(vectors), more=False)
 
+    async def _stream(self, writer: SseWriter) -> None:
+        """Answer whole: no vector comes in parts."""
+        await self._whole(writer)
+
     def _pieces(self, vectors: list[bytes]) -> Iterator[bytes]:
         """Yield the answer as JSON, each part of its list by itself: together they may be large."""
         fields, name, parts = self._shape(vectors)
