@@ -197,7 +197,7 @@ def test_a_model_that_bitsandbytes_has_packed(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    tiny_llama(layers=1).bfloat16().save_pretrained(tmp_path / "floats")  # type: ignore[operator]
+    tiny_llama(layers=1, inner=128).bfloat16().save_pretrained(tmp_path / "floats")  # type: ignore[operator]
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
