@@ -99,7 +99,6 @@ async def _scored(
         if not texts:
             raise wrong(f"{each} is empty", each)
         front.prompts.several(texts, each, cut)
-    prompts: list[Prompt]
     if classes:
         pairs = [(left[number if len(left) > 1 else 0], text) for number, text in enumerate(right)]
         prompts: list[Prompt] = [partial(front.prompts.of_pair, pair, cut) for pair in pairs]
