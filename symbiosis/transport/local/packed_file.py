@@ -38,7 +38,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 
 
-class Part(msgspec.Struct, frozen=True):
+class FilePart(msgspec.Struct, frozen=True):
     """One tensor of a packed weight, and how far behind the head it begins."""
 
     dtype: str
@@ -50,13 +50,13 @@ class Part(msgspec.Struct, frozen=True):
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Entry(msgspec.Struct, frozen=True):
+class FileEntry(msgspec.Struct, frozen=True):
     """One packed weight: its number in the manifest, and all that is needed to make it again."""
 
     number: int
     kind: str
     figures: dict[str, str | int | float | tuple[int, ...] | None]
-    parts: dict[str, Part]
+    parts: dict[str, FilePart]
 
 
 def publish(weights: dict[int, PackedWeight]) -> BinaryIO:
@@ -78,18 +78,18 @@ def publish(weights: dict[int, PackedWeight]) -> BinaryIO:
     return file
 
 
-def _entries(weights: dict[int, PackedWeight]) -> Iterator[Entry]:
+def _entries(weights: dict[int, PackedWeight]) -> Iterator[FileEntry]:
     begin = 0
     for number, weight in weights.items():
         parts = {}
         for name, tensor in weight.parts.items():
-            parts[name] = Part(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), begin)
+            parts[name] = FilePart(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), begin)
             begin = _aligned(begin + tensor.nbytes)
         figures = {one.name: getattr(weight, one.name) for one in fields(weight) if one.name not in parts}
-        yield Entry(number, type(weight).__name__, figures, parts)
+        yield FileEntry(number, type(weight).__name__, figures, parts)
 
 
-def _nbytes(entries: Sequence[Entry]) -> int:
+def _nbytes(entries: Sequence[FileEntry]) -> int:
     """Return how many bytes all parts take, with what lies between them."""
     return max((part.begin + part.nbytes for entry in entries for part in entry.parts.values()), default=0)
 
@@ -104,7 +104,7 @@ def taken(manifest: Sequence[Layer], fd: int) -> dict[int, PackedWeight]:
     start = _aligned(LENGTH.size + length)
     must_hold(fd, start, SEALS)
     try:
-        entries = msgspec.msgpack.decode(os.pread(fd, length, LENGTH.size), type=list[Entry])
+        entries = msgspec.msgpack.decode(os.pread(fd, length, LENGTH.size), type=list[FileEntry])
         size = start + _nbytes(entries)
         must_hold(fd, size, SEALS)
         memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
@@ -117,13 +117,13 @@ def taken(manifest: Sequence[Layer], fd: int) -> dict[int, PackedWeight]:
     return found
 
 
-def _weight(memory: mmap.mmap, start: int, entry: Entry) -> PackedWeight:
+def _weight(memory: mmap.mmap, start: int, entry: FileEntry) -> PackedWeight:
     parts = {name: _tensor(memory, start + part.begin, part) for name, part in entry.parts.items()}
     figures: dict[str, Any] = dict(entry.figures)
     return KINDS[entry.kind](**figures, **parts)
 
 
-def _tensor(memory: mmap.mmap, begin: int, part: Part) -> Tensor:
+def _tensor(memory: mmap.mmap, begin: int, part: FilePart) -> Tensor:
     dtype = DTYPES[part.dtype]
     if not part.nbytes:
         return torch.empty(part.shape, dtype=dtype)
