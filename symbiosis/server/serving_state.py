@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -217,21 +217,28 @@ class ServingState(ApiState):
             )
             for number, prompt in enumerate(prompts)
         ]  # fmt: skip
-        if before is not None:  # text is made of its tokens before the engine has seen them
-            try:
-                for request in [each for each in requests if each.under_way]:
-                    check_chosen(request, self.remote.welcome.vocabulary)
-            except Unfit as unfit:
-                raise refused(unfit) from None
-        stops = [Stop(each) for each in body.stops]
+        if before is not None:
+            self._check_chosen(requests)
         names = dict(body.names)
         if (guide := sampling.guide) is not None:
             tools = isinstance(body, ChatBody) and body.tool_use is not None
-            names = {**names, guide.kind: body.follows[0] if body.follows and not tools else "tools"}
-        special, keeps = special or body.skip_special_tokens is False, bool(body.include_stop_str_in_output)
-        silent = () if keeps else sampling.ending(self.remote.welcome.ends)
-        text = partial(Text, self.tokenizer, stops, sampling.min_tokens, special, keeps, silent)
+            names[guide.kind] = body.follows[0] if body.follows and not tools else "tools"
+        text = self._text_of(body, sampling, special or body.skip_special_tokens is False)
         return Generation(self.remote, requests, text, names)
+
+    def _check_chosen(self, requests: list[Request]) -> None:
+        """Check the tokens that another server has chosen: text is made of them before the engine has seen them."""
+        try:
+            for request in [each for each in requests if each.under_way]:
+                check_chosen(request, self.remote.welcome.vocabulary)
+        except Unfit as unfit:
+            raise refused(unfit) from None
+
+    def _text_of(self, body: Body, sampling: Sampling, special: bool) -> Callable[[], Text]:
+        """Return what makes an empty text for each completion."""
+        stops, keeps = [Stop(each) for each in body.stops], bool(body.include_stop_str_in_output)
+        silent = () if keeps else sampling.ending(self.remote.welcome.ends)
+        return partial(Text, self.tokenizer, stops, sampling.min_tokens, special, keeps, silent)
 
 
 def _check_continuation(before: Continuation, completions: int, longest: int) -> None:

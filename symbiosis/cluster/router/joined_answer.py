@@ -91,9 +91,5 @@ class JoinedAnswer:
             if choice.calls:
                 message |= {"content": text or None, "tool_calls": joined_calls(choice.calls)}
             return {"index": index, "message": message, **ending}
-        return {
-            "index": index,
-            "text": text,
-            **ending,
-            "prompt_logprobs": None,
-        }  # who asks for them is answered by one server
+        # who asks for log probabilities of prompts is answered by one server
+        return {"index": index, "text": text, **ending, "prompt_logprobs": None}
