@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from symbiosis.base.procs import python
 from symbiosis.demo import processes
 from symbiosis.demo.processes import START_S, STOP_S
 
@@ -65,6 +67,23 @@ def executor(model: Path, threads: int, *options: str) -> Iterator[processes.Par
             raise
         finally:
             child.still_runs()  # or says why not
+
+
+@contextmanager
+def server(folder: Path, model: str, *options: str) -> Iterator[str]:
+    """`symbiosis serve`, in a process of its own; the URL of its API. What it writes lies in the folder."""
+    words = python("-m", "symbiosis", "serve", model, "--port", "0", "--memory", "1GiB", *options)
+    log = folder / "server.log"
+    with log.open("wb") as written:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=written, text=True)
+        assert process.stdout
+        try:
+            if not (line := process.stdout.readline()):
+                raise SystemExit(log.read_text()[-LAST_CHARACTERS:])
+            yield line.partition(" at ")[2].partition(",")[0].strip()
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 # ---------------------------------------------------------------- clients

@@ -11,21 +11,19 @@ makes texts, by this server and by transformers: both must agree. schemathesis a
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _processes import progress
+from _processes import progress, server
 from _programs import LM_EVAL, Place, write_data
 from compat_programs import Environment, checkpoints, installed
 
-from symbiosis.base.procs import python
 from symbiosis.base.reporting import Report, print_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,32 +50,16 @@ TEMPLATE = (  # ChatML with tools, as hermes and Qwen write them
 
 def environment(name: str, cache: Path) -> Environment:
     """That of a client, which is made once for each list of packages."""
-    made = Environment(cache / f"client-{'-'.join(PACKAGES[name]).replace('==', '-')}")
-    if not (ready := made.folder / ".ready").exists():
-        progress(f"installing {' '.join(PACKAGES[name])}")
-        shutil.rmtree(made.folder, ignore_errors=True)
-        subprocess.run(python("-m", "venv", str(made.folder)), check=True)
-        made.pip(*PACKAGES[name])
-        ready.touch()
-    return made
+    packages = PACKAGES[name]
+    folder = cache / f"client-{'-'.join(packages).replace('==', '-')}"
+    return Environment.filled(folder, " ".join(packages), lambda made: made.pip(*packages))
 
 
-@contextmanager
-def served(model: Path | str, folder: Path) -> Iterator[str]:
-    """`symbiosis serve MODEL`; the URL of its API."""
+def served(model: Path | str, folder: Path) -> AbstractContextManager[str]:
+    """`symbiosis serve MODEL`, which calls tools; the URL of its API."""
     (folder / "chat.jinja").write_text(TEMPLATE)
-    words = ["symbiosis", "serve", str(model), "--port", "0", "--memory", "1GiB", "--served-model-name", NAME]
-    words += ["--chat-template", str(folder / "chat.jinja"), "--tool-parser", "hermes"]
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(python("-m", *words), stdout=subprocess.PIPE, stderr=log, text=True)
-        assert server.stdout
-        try:
-            if not (line := server.stdout.readline()):
-                raise SystemExit((folder / "server.log").read_text()[-5000:])
-            yield line.partition(" at ")[2].partition(",")[0].strip()
-        finally:
-            server.terminate()
-            server.wait(60)
+    options = ["--served-model-name", NAME, "--chat-template", str(folder / "chat.jinja"), "--tool-parser", "hermes"]
+    return server(folder, str(model), *options)
 
 
 def asked(client: Environment, name: str, url: str) -> dict[str, str]:

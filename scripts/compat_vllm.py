@@ -91,17 +91,14 @@ def source(file: Path, cache: Path) -> Path:
 
 def environment(cache: Path) -> Environment:
     """What vLLM's Python and its tests import: torch and transformers are those of this environment."""
-    made = Environment(cache / f"vllm-{VERSION}-tests")
-    if not (ready := made.folder / ".ready").exists():
-        progress("installing what vLLM's tests import")
-        shutil.rmtree(made.folder, ignore_errors=True)
-        subprocess.run(python("-m", "venv", str(made.folder)), check=True)
+
+    def fill(made: Environment) -> None:
         ours = Path(importlib.util.find_spec("torch").origin).parent.parent  # type: ignore[union-attr, arg-type]
         (packages,) = made.folder.glob("lib/python*/site-packages")
         (packages / "ours.pth").write_text(f"{ours}\n")
         made.pip(*NEEDS)
-        ready.touch()
-    return made
+
+    return Environment.filled(cache / f"vllm-{VERSION}-tests", "what vLLM's tests import", fill)
 
 
 MAKE = """
