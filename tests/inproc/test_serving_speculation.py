@@ -102,23 +102,32 @@ def test_what_comes_behind_a_stop_string_is_not_told() -> None:
         assert found[0] == found[1] and found[0][2] == "stop"
 
 
-def test_random_arrivals_with_little_memory_change_nothing(speculate: str) -> None:
-    """Seeded requests that come while others run, are evicted and share prefixes, against the same one after another without drafts."""
-    chance = random.Random(3)
-    how = [
-        {"max_tokens": chance.randint(1, 60), "temperature": chance.choice([0.0, 1.0]), "seed": n} for n in range(12)
-    ]
-    prompts = [chance.choice([*PROMPTS, AGAIN])[: chance.randint(1, 90)] for _ in how]
+@pytest.fixture(scope="module")
+def arrivals() -> list[tuple[Request, tuple[int, ...]]]:
+    """Seeded requests, and what each says alone, without drafts."""
+    chance, made = random.Random(3), []
     with Engine(demo(), memory=1 << 24) as plain:
-        one_by_one = [plain.generate(list(p), **h).tokens for p, h in zip(prompts, how, strict=True)]  # type: ignore[arg-type]
+        for number in range(12):
+            how: dict[str, Any] = {"max_tokens": chance.randint(1, 45), "temperature": chance.choice([0.0, 1.0])}
+            prompt = tuple(chance.choice([*PROMPTS, AGAIN])[: chance.randint(1, 90)])
+            request = Request(id=number, prompt=prompt, sampling=Sampling(seed=number, **how))
+            made.append((request, plain.generate(list(prompt), seed=number, **how).tokens))
+    return made
+
+
+def test_random_arrivals_with_little_memory_change_nothing(
+    speculate: str, arrivals: list[tuple[Request, tuple[int, ...]]]
+) -> None:
+    """They come while others run, are evicted and share prefixes."""
+    chance = random.Random(4)
     with Engine(demo(), memory=5 * 16 * 16 * 4 * 4 * 20, prefill_tokens=16, speculate=speculate) as engine:
         asked: list[SimpleQueue[Output]] = []
-        for number, (prompt, h) in enumerate(zip(prompts, how, strict=True)):
+        for request, _ in arrivals:
             asked.append(SimpleQueue())
-            engine.submit(Request(id=number, prompt=tuple(prompt), sampling=Sampling(**h)), asked[-1].put)  # type: ignore[arg-type]
+            engine.submit(request, asked[-1].put)
             if chance.random() < 0.5:
                 engine.generate([1], max_tokens=chance.randint(1, 8))  # so that they come at any step of each other
-        assert [tokens(outputs) for outputs in asked] == one_by_one
+        assert [tokens(outputs) for outputs in asked] == [text for _, text in arrivals]
         wait_until_idle(engine)
         figures = engine.figures()
         assert figures.evictions > 0 and figures.pages == figures.pages_free + figures.pages_cached
