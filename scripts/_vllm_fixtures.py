@@ -39,20 +39,8 @@ class RemoteOpenAIServer:
         options, length = self._options([str(each) for each in vllm_serve_args])
         names = [] if "--served-model-name" in options else ["--served-model-name", model]
         checkpoint = self._checkpoint(length)
-        words = [
-            PYTHON,
-            "-P",
-            "-m",
-            "symbiosis",
-            "serve",
-            checkpoint,
-            "--port",
-            "0",
-            "--memory",
-            "768MiB",
-            *names,
-            *options,
-        ]
+        words = [PYTHON, "-P", "-m", "symbiosis", "serve", checkpoint, "--port", "0", "--memory", "768MiB"]
+        words += [*names, *options]
         self._log = Path(self._folder.name, "server.log").open("w+")  # noqa: SIM115
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self.proc = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=self._log, text=True, env=kept)
@@ -113,26 +101,15 @@ class RemoteOpenAIServer:
         return self.url_root + "/" + "/".join(each.strip("/") for each in parts)
 
     def get_client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(
-            **{
-                "base_url": self.url_for("v1"),
-                "api_key": self.DUMMY_API_KEY,
-                "max_retries": 0,
-                "timeout": 600,
-                **options,
-            }
-        )
+        return openai.OpenAI(**self._how(options))
 
     def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            **{
-                "base_url": self.url_for("v1"),
-                "api_key": self.DUMMY_API_KEY,
-                "max_retries": 0,
-                "timeout": 600,
-                **options,
-            }
-        )
+        return openai.AsyncOpenAI(**self._how(options))
+
+    def _how(self, options: dict[str, Any]) -> dict[str, Any]:
+        """What a client is made with."""
+        usual = {"base_url": self.url_for("v1"), "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 600}
+        return usual | options
 
 
 def multi_gpu_only(*_: Any, **__: Any) -> Any:
