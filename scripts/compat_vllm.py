@@ -134,40 +134,19 @@ def run(vllm: Environment, folder: Path, files: Sequence[str], **paths: Path) ->
         "COMPAT_PYTHON": python()[0],
         "VLLM_TARGET_DEVICE": "cpu",
     }
-    words = [
-        vllm.python,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--timeout",
-        "300",
-        "--asyncio-mode=auto",
-        "-rN",
-        "--tb=short",
-    ]
+    words = [vllm.python, "-m", "pytest", "-q", "-rN", "--tb=short", "-p", "no:cacheprovider", "--timeout", "300"]
     for file in files:
         progress(file)
-        given = [*words, f"{FOLDER}/{file}"]
+        given = [*words, "--asyncio-mode=auto", f"{FOLDER}/{file}"]
         done = subprocess.run(
             given, cwd=folder, env={**os.environ, **quiet, **own}, text=True, capture_output=True, timeout=LIMIT_S
         )
         if done.returncode not in (0, 1):
             print(done.stdout[-3000:] + done.stderr[-2000:], file=sys.stderr)
+            why = done.stdout[-1500:]
+            failed = {"test": f"{FOLDER}/{file}", "outcome": "failed", "refused": [], "calls": 1, "why": why}
             with results.open("a") as told:
-                told.write(
-                    json.dumps(
-                        {
-                            "test": f"{FOLDER}/{file}",
-                            "outcome": "failed",
-                            "refused": [],
-                            "calls": 1,
-                            "why": done.stdout[-1500:],
-                        }
-                    )
-                    + "\n"
-                )
+                told.write(json.dumps(failed) + "\n")
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 

@@ -190,6 +190,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_dtype(self.dtype)
         check_hosts(self.allowed_hosts)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether drafts come from a chat's prediction, too, as those by n-grams do."""
+        return self.speculate is not None and SpeculateRule.from_text(self.speculate).draft is None
+
     def _check_pages(self) -> None:
         """Check what is told of pages of other sites, and of a proxy."""
         origins = listed(self.allowed_origins)

@@ -165,7 +165,7 @@ class ServeProcesses:
             adapters=str(folder) if (folder := folder_of(options)) else None, max_body_bytes=options.max_body_bytes,
             max_adapter_bytes=options.max_adapter_bytes, max_requests=options.max_requests,
             host=options.host, allowed_hosts=options.allowed_hosts, uploads=str(self._uploads), engine=os.getpid(), chat_template=chat_template(options),
-            log_format=options.log_format, trains=options.train, predicts=(options.speculate or "").startswith("ngram"), server=options.server_name, tool_parser=options.tool_parser,
+            log_format=options.log_format, trains=options.train, predicts=options.predicts, server=options.server_name, tool_parser=options.tool_parser,
             pooling=options.pooling or pooling_of(located(str(options.model))), root_path=options.root_path or "",
             cors=Cors(
                 listed(options.allowed_origins), listed(options.allowed_methods) or ("*",), listed(options.allowed_headers) or ("*",),
