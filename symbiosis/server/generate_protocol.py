@@ -38,7 +38,7 @@ class GenerateGrammar(msgspec.Struct, forbid_unknown_fields=True):
     """TGI's `grammar`."""
 
     type: Literal["json", "regex"]
-    value: msgspec.Raw = RAW
+    value: msgspec.Raw
 
 
 class Parameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, TaskType
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import (
@@ -173,6 +174,16 @@ def test_a_head_of_another_size_is_refused(engine: Engine, tmp_path: Path) -> No
     folder, _ = saved(small, lora(TaskType.SEQ_CLS), tmp_path)
     with pytest.raises(AdapterError, match="its classification head is 3 x 32, and this base's width is 64"):
         engine.add("small", folder)
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(3, 5), torch.zeros(1, 4000), torch.tensor(0.0)])
+def test_a_head_with_another_bias_is_refused(engine: Engine, tmp_path: Path, bias: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    folder, _ = saved(LlamaForSequenceClassification(deepcopy(CONFIG)).eval(), lora(TaskType.SEQ_CLS), tmp_path)
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.model.score.bias": bias}, file)
+    with pytest.raises(AdapterError, match="its classification head is 3 x 64 with a bias of"):
+        engine.add("biased", folder)
 
 
 def test_figures_count_vectors(engine: Engine) -> None:

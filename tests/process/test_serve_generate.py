@@ -114,6 +114,7 @@ def test_the_hubs_client_runs(api: Api) -> None:
         ({"top_n_tokens": 21}, "top_n_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"grammar": {"type": "regex", "value": 3}}, "grammar"),
+        ({"grammar": {"type": "json"}}, "value"),
         ({"stop": ["x"] * 17}, "stop"),
     ],
 )

@@ -17,7 +17,7 @@ from symbiosis.cluster.router.app import make_app
 from symbiosis.cluster.router.completion_fields import CompletionFields
 from symbiosis.cluster.router.relay import Relay
 from symbiosis.cluster.router.router_state import RouterState
-from symbiosis.cluster.router.server_registry import MOST_WAITING, Seen, ServerRegistry
+from symbiosis.cluster.router.server_registry import MOST_WAITING, InFlight, Seen, ServerRegistry
 from symbiosis.protocol.cluster_state import Member, Told
 from symbiosis.server.api_keys import Tenant
 from symbiosis.server.ipc.tenant_threads import LARGE
@@ -87,6 +87,25 @@ def test_nobody_closes_the_waiting_room_to_others(front: RouterState) -> None:
 
     asyncio.run(ask())
     assert front.view.room.has("other", MOST_WAITING // 2), "those who have gone wait no more"
+
+
+def test_who_has_all_that_it_may_have_waits_for_its_own_server_too(front: RouterState) -> None:
+    view, seen = front.view, front.view.seen[1]
+    first, second, others = (
+        InFlight(RoutingRequest(model="m", sequences=count, tenant=name), print)
+        for name, count in (("eve", 2999), ("eve", 2), ("alice", 2))
+    )
+
+    async def ask() -> None:
+        await view.enter(first, seen)
+        waits = asyncio.create_task(view.enter(second, seen))
+        await view.enter(others, seen)
+        assert not waits.done()
+        view.leave(first)
+        await asyncio.wait_for(waits, 5)
+        assert seen.flights == {second, others}
+
+    asyncio.run(ask())
 
 
 def test_what_waits_to_be_read_waits(front: RouterState) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from symbiosis.cluster.router.upstream import Lost, Upstream
+from symbiosis.server.api_errors import ApiError
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -116,3 +117,25 @@ def test_one_that_is_given_up_while_it_connects_again_is_lost(monkeypatch: pytes
     server = Server(lambda number: None if number == 2 else ANSWER)
     run(server, ask)
     assert server.requests == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/x\r\nAuthorization: Bearer root", {}),
+        ("/x HTTP/1.1\n\nGET /y", {}),
+        ("/x\0", {}),
+        ("/x", {"X-Url": "http://host/\r\n\r\nGET /y HTTP/1.1"}),
+        ("/x", {"X\n": "y"}),
+    ],
+)
+def test_what_is_asked_cannot_end_early(path: str, headers: dict[str, str]) -> None:
+    """Else the rest of it would be the beginning of whoever's request comes next over that connection."""
+    server = Server(lambda number: ANSWER)
+
+    async def ask(url: str) -> None:
+        with pytest.raises(ApiError, match="may not have"):
+            await Upstream.fetch(url, path, headers)
+
+    run(server, ask)
+    assert not server.requests

@@ -88,7 +88,8 @@ async def completion(front: RouterState, request: Request) -> ASGIApp:
         front.view.unread -= 1
     if training_requests.names_a_run(asked.model):
         front.view.look()
-        return front.forward(request, tenant.name, server_of(front.view, mark_in(asked.model)), data)
+        seen = server_of(front.view, mark_in(asked.model))
+        return front.forward(request, tenant.name, seen, data, asked.sequences)
     return front.relay(request, tenant, asked)
 
 

@@ -85,16 +85,16 @@ class Forward:
             self._view.leave(self._flight)
 
     async def _place(self) -> None:
-        if self._seen is None:
-            try:
-                async with asyncio.timeout(PATIENCE_S):
-                    await self._view.place(self._flight)
-            except TimeoutError:
-                raise no_room() from None
-        elif self._seen.state is State.READY:
-            self._view.enter(self._flight, self._seen)
-        else:
+        if self._seen is not None and self._seen.state is not State.READY:
             raise ApiError(503, AWAY, retry_s=1.0, reason="no_server")
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                if self._seen is None:
+                    await self._view.place(self._flight)
+                else:
+                    await self._view.enter(self._flight, self._seen)
+        except TimeoutError:
+            raise no_room() from None
 
     async def _hand_on(self, writer: SseWriter, url: str) -> None:
         sent = self._sent

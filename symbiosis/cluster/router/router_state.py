@@ -85,13 +85,13 @@ class RouterState(ApiState):
         admission, held = self._admitted(tenant, wish, tokens, asked.size)
         return Relay(self.view, request.url.path, passed_on(request), asked, wish, held, admission)
 
-    def forward(self, request: Request, tenant: str, seen: Seen, data: bytes) -> Forward:
+    def forward(self, request: Request, tenant: str, seen: Seen, data: bytes, sequences: int = 0) -> Forward:
         """Return the answer to what one server alone can answer, if the tenant may have so many."""
         held, count = Lease(self._held, tenant), Lease(self._forwarded, tenant)
         if not (count.take(1) and held.take(len(data))):
             count.end()
             raise busy("so many requests of this key wait for their answers", "share_of_key")
-        wish = RoutingRequest(model=seen.member.model, sequences=0, tenant=tenant)
+        wish = RoutingRequest(model=seen.member.model, sequences=sequences, tenant=tenant)
 
         def end(_: bytes) -> None:
             held.end()
@@ -140,5 +140,7 @@ def sent_of(request: Request, data: bytes) -> ForwardedRequest:
     """Return a request as a server is asked, with a body in the place of its own."""
     query = request.url.query
     target = request.scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
-    headers = passed_on(request, "x-api-key", "content-type") | {URL_HEADER: str(request.url)}
+    headers = passed_on(request, "x-api-key", "content-type") | {
+        URL_HEADER: f"{request.url.scheme}://{request.url.netloc}{target}"
+    }
     return ForwardedRequest(request.method, target, headers, data)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -119,6 +120,7 @@ class ServerRegistry:
         self._marks: dict[str, int] = {}  # of servers, by what ids tell of them
         self.unread = 0  # requests whose bodies are not read, so that nobody knows what they ask for
         self._waiting: list[tuple[InFlight, asyncio.Future[None]]] = []
+        self._entering: list[asyncio.Future[None]] = []  # of requests that one server alone can answer
         self._running = Counter[str]()  # sequences by tenant
 
     async def follow(self) -> None:
@@ -185,8 +187,13 @@ class ServerRegistry:
             if not turn.done() or turn.cancelled():
                 self._waiting = [each for each in self._waiting if each[0] is not flight]
 
-    def enter(self, flight: InFlight, seen: Seen) -> None:
-        """Count a request at a server which alone can answer it."""
+    async def enter(self, flight: InFlight, seen: Seen) -> None:
+        """Wait until a tenant may have one more request, and count it at a server which alone can answer it."""
+        wish, most = flight.wish, self.limits.get(flight.wish.tenant, sys.maxsize)
+        while self._running[wish.tenant] + wish.sequences > most:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._entering.append(turn)
+            await turn
         flight.server = seen.member.number
         self._running[flight.wish.tenant] += flight.wish.sequences
         seen.flights.add(flight)
@@ -199,6 +206,10 @@ class ServerRegistry:
             seen.flights.discard(flight)
             self._put(seen)
         self._admit()
+        for turn in self._entering:
+            if not turn.done():
+                turn.set_result(None)
+        self._entering.clear()
 
     def suspect(self, number: int) -> None:
         """Place nothing on a server that did not answer, until it does again."""

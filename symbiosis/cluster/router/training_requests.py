@@ -16,7 +16,7 @@ from symbiosis.cluster.router.server_registry import ANSWER_S, Seen, ServerRegis
 from symbiosis.cluster.router.upstream import Lost, Upstream, message_of
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.openai_protocol import decoded
-from symbiosis.server.server_marks import MARK, mark_in, mark_of
+from symbiosis.server.server_marks import ID, MARK, mark_in, mark_of
 from symbiosis.server.tinker.checkpoint_store import RUN
 from symbiosis.server.tinker.wire import SDKS
 
@@ -131,6 +131,8 @@ async def session_at(seen: Seen, session: str, request: Request) -> str:
 
 async def tell_others(view: ServerRegistry, seen: Seen, session: str, request: Request) -> None:
     """Ask of the other servers of a session what its first one is asked: it goes on, or ends, at all of them."""
+    if not ID.fullmatch(session):
+        return
     models = {each.member.model for each in view.seen.values() if each.member.trains} - {seen.member.model}
     others = filter(None, (_second(view, model, session) for model in models))
     await asyncio.gather(*(_tell(each, session, request) for each in others))
@@ -140,7 +142,7 @@ async def _tell(seen: Seen, session: str, request: Request) -> None:
     id = _id_at(seen, session)
     with suppress(Lost, TimeoutError):
         async with asyncio.timeout(ANSWER_S):
-            path = request.url.path.replace(session, id)
+            path = request.scope["raw_path"].decode("latin-1").replace(session, id)
             body = msgspec.json.encode({"session_id": id})
             await Upstream.fetch(seen.member.url, path, _headers(request), body, "POST")
 

@@ -1,6 +1,7 @@
 """One request to one server. What it answers is read as it comes. Connections are used again: to make one takes longer than all else of a request."""
 
 import asyncio
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -10,12 +11,16 @@ import httptools
 import msgspec
 
 from symbiosis.server.api_app import SECRET_HEADER
+from symbiosis.server.api_errors import ApiError
 
 MOST_UNREAD = 256 << 10  # bytes; the server waits beyond that
 CONNECT_S = 2.0
 IDLE_S = 2.0  # a connection that is idle for so long is not used again: servers close those that are for 20 s
 MOST_IDLE = 64  # of a server
-
+CONTROLS = re.compile(
+    r"[\x00-\x08\x0a-\x1f\x7f]"
+)  # with which a header would go on as another one, or as another request
+SPLITS = re.compile(r"[\x00-\x20\x7f]")  # ... and a path
 
 _ours: dict[str, str] = {}  # headers of each request
 
@@ -49,8 +54,10 @@ class Upstream(asyncio.Protocol):
 
     @classmethod
     async def ask(cls, url: str, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> "Upstream":
-        """Send a request."""
+        """Send a request. Raises `ApiError` if the path or a header would end where it is not to."""
         lines = {"Host": urlsplit(url).netloc, "Content-Length": str(len(body)), **_ours, **headers}
+        if SPLITS.search(path) or any(CONTROLS.search(word) for line in lines.items() for word in line):
+            raise ApiError(400, "the address or a header has characters that it may not have")
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         answer = cls(url, f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
         answer._loop, waiting = asyncio.get_running_loop(), cls.idle[url]

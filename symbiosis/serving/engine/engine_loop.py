@@ -368,7 +368,7 @@ class Loop:
         self._count_prompt(sequence)
         try:
             vector = job.vector.packed()
-        except ConfigError as error:
+        except (ConfigError, RuntimeError) as error:  # the latter is torch's, of this prompt's numbers alone
             self.end(job.request.id, Finish.ERROR, str(error))
             return
         self._finish(job, sequence, (), Finish.STOP, vector)

@@ -44,9 +44,9 @@ def without_head(weights: AdapterWeights, width: int) -> tuple[AdapterWeights, C
         weight.dim() != 2
         or weight.shape[1] != width
         or not len(weight)
-        or (bias is not None and len(bias) != len(weight))
+        or (bias is not None and bias.shape != weight.shape[:1])
     ):
-        sizes = " x ".join(map(str, weight.shape))
+        sizes = " with a bias of ".join(" x ".join(map(str, each.shape)) for each in (weight, bias) if each is not None)
         raise AdapterError(
             f"its classification head is {sizes}, and this base's width is {width}: it is for another base"
         )
