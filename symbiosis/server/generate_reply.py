@@ -8,13 +8,12 @@ import msgspec
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.generate_protocol import Parameters
 from symbiosis.server.generation import Delta, Generation
+from symbiosis.server.json_pieces import LongList, json_pieces
 from symbiosis.server.long_reply import GenerationReply
-from symbiosis.server.response_format import Fields, finite
+from symbiosis.server.response_format import Fields, finite, told_prompt
 from symbiosis.server.sse import EVENTS, JSON, SseWriter
 from symbiosis.serving.engine.detokenize import special_tokens, text_of
 from symbiosis.serving.request import Token
-
-_tokens = msgspec.msgpack.Decoder(tuple[Token, ...])
 
 
 class GenerateReply(GenerationReply):
@@ -48,11 +47,12 @@ class GenerateReply(GenerationReply):
             return
         answer: Fields = {"generated_text": self._text}
         if self._told.details or self._told.decoder_input_details:
-            shown = [self._shown(token, text_of(self._tokenizer, token.id)) for token in whole.tokens]
-            prefill = self._prefill(whole) if self._told.decoder_input_details else []
+            shown = LongList(self._shown(token, text_of(self._tokenizer, token.id)) for token in whole.tokens)
+            prompt = told_prompt((), whole) if self._told.decoder_input_details else ()
+            prefill = LongList(map(self._one, prompt))
             answer["details"] = {**self._ending(whole), "skipped_tokens": 0, "prefill": prefill, "tokens": shown}
         await writer.start(JSON)
-        await writer.take([msgspec.json.encode([answer] if self._in_list else answer)], more=False)
+        await writer.take(json_pieces([answer] if self._in_list else answer), more=False)
 
     async def _stream(self, writer: SseWriter) -> None:
         """Answer with an event for each token. An error before the first one is an answer of its own; a later one is an event."""
@@ -101,10 +101,6 @@ class GenerateReply(GenerationReply):
         seed = self._generation.requests[0].sampling.seed if self._told.samples else None
         counts = {"prompt_tokens": self._generation.prompt_tokens, "generated_tokens": self._count}
         return {"finish_reason": reason, **counts, "seed": seed}
-
-    def _prefill(self, whole: Delta) -> list[Fields]:
-        told = _tokens.decode(whole.prompt_logprobs) if whole.prompt_logprobs else ()
-        return [self._one(token) for token in told]
 
     def _shown(self, token: Token, text: str) -> Fields:
         alternatives = [self._one(Token(id, logprob)) for id, logprob in token.top]

@@ -12,6 +12,7 @@ from symbiosis.base.fair_share import Lease
 from symbiosis.base.logs import about_request
 from symbiosis.server.api_errors import ApiError, failed, renamed, unknown_model
 from symbiosis.server.ipc.engine_client import EngineClient
+from symbiosis.server.ipc.engine_ipc import ReceivedOutput
 from symbiosis.server.request_record import this_request
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.request import Finish, Output, Request, Token
@@ -179,7 +180,7 @@ class Generation:
             choice.delta = Delta(choice.delta.choice)
         return deltas
 
-    def _take(self, output: Output | ApiError) -> None:
+    def _take(self, output: ReceivedOutput | ApiError) -> None:
         if isinstance(output, ApiError):
             self._refused(output)
             return
@@ -200,8 +201,7 @@ class Generation:
         if output.vector:
             choice.delta.vector = output.vector
             self._record.vector(output.begun)
-        if output.prompt_logprobs:  # they come once, with the first output of a request
-            packed = msgspec.msgpack.encode(output.prompt_logprobs)
+        if packed := bytes(output.prompt_logprobs):  # they come once, with the first output of a request
             for each in self._open[output.request].values():
                 each.delta.prompt_logprobs = packed
         if choice.has_news:

@@ -2,8 +2,9 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -11,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.bodies import until_hung_up
 from symbiosis.server.generation import Delta, Generation
+from symbiosis.server.json_pieces import json_pieces
 from symbiosis.server.openai_protocol import Body
 from symbiosis.server.response_format import Fields, Words, counted, usage
 from symbiosis.server.sse import EVENTS, JSON, SseWriter
@@ -78,8 +80,13 @@ class LongReply(GenerationReply):
         """Yield the answer as JSON, each choice by itself: together they may be large."""
         yield self._head
         for number, delta in enumerate(whole):
-            yield b"," * (number > 0) + msgspec.json.encode(self._words.choice(delta))
-        yield b'],"usage":%b%b}' % (msgspec.json.encode(usage(self._generation)), self._words.of_whole)
+            yield b"," * (number > 0)
+            yield from json_pieces(self._words.choice(delta))
+        yield b'],"usage":%b%b' % (msgspec.json.encode(usage(self._generation)), self._words.of_whole)
+        for name, value in self._words.beside(whole[0]).items():
+            yield b',"%b":' % name.encode()
+            yield from json_pieces(value)
+        yield b"}"
 
     async def _stream(self, writer: SseWriter) -> None:
         """Answer with an event for whatever a choice has gained since its last one."""
@@ -88,7 +95,7 @@ class LongReply(GenerationReply):
             async for deltas in self._generation.deltas():
                 if not writer.has_begun:
                     await self._begin(writer)
-                await writer.take(map(self._told, deltas))
+                await writer.take(chain.from_iterable(map(self._told, deltas)))
                 self._generation.hand_over = partial(self._hand_over, writer) if is_light else None
         except ApiError as error:
             if not writer.has_begun:
@@ -106,7 +113,7 @@ class LongReply(GenerationReply):
     def _hand_over(self, writer: SseWriter, read: Callable[[], list[Delta]]) -> bool:
         """Send what is new at once, if that makes nobody wait."""
         if writer.is_free:
-            writer.put(b"".join(map(self._told, read())))
+            writer.put(b"".join(chain.from_iterable(map(self._told, read()))))
             return True
         return False
 
@@ -116,22 +123,26 @@ class LongReply(GenerationReply):
         if (opening := self._words.opening) is not None:
             told = self._body.continuation.opened if self._body.continuation else 0
             choices = range(told, self._generation.choices)
-            await writer.take(self._event({"index": index, **opening}, 0, self._words.of_whole) for index in choices)
+            events = (self._event({"index": index, **opening}, 0, self._words.of_whole) for index in choices)
+            await writer.take(chain.from_iterable(events))
 
-    def _told(self, delta: Delta) -> bytes:
-        """Return the event of what a choice has gained."""
-        told = self._event(self._words.part(delta), delta.so_far)
+    def _told(self, delta: Delta) -> Iterator[bytes]:
+        """Yield the event of what a choice has gained."""
+        if self._body.continuation is not None:
+            yield told_tokens(delta)
+        yield from self._event(self._words.part(delta), delta.so_far)
         if self._generation.held is not None:
             self._generation.let_go(delta)
-        return told if self._body.continuation is None else told_tokens(delta) + told
 
-    def _event(self, choice: Fields, so_far: int, more: bytes = b"") -> bytes:
+    def _event(self, choice: Fields, so_far: int, more: bytes = b"") -> Iterable[bytes]:
         """Return the event of a choice that has so many tokens with it. If the usage is asked for, each event has that field."""
         after = b'],"usage":null%b}' % more if self._wants_usage else b"]%b}" % more
         if self._tells_usage:
             told = counted(self._generation.prompts_of[choice["index"]], so_far)
             after = b'],"usage":%b%b}' % (msgspec.json.encode(told), more)
-        return b"data: %b%b%b\n\n" % (self._head, msgspec.json.encode(choice), after)
+        if not self._words.logprobs:
+            return (b"data: %b%b%b\n\n" % (self._head, msgspec.json.encode(choice), after),)
+        return chain((b"data: ", self._head), json_pieces(choice), (after, b"\n\n"))
 
 
 def _join(whole: Delta, more: Delta) -> None:

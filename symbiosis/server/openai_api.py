@@ -27,6 +27,7 @@ from symbiosis.server.response_format import ChatWords, CompletionWords, Fields,
 from symbiosis.server.responses_protocol import ResponsesBody
 from symbiosis.server.responses_reply import ResponsesReply, messages_after
 from symbiosis.server.serving_state import ServingState
+from symbiosis.server.sse import StoredReply
 from symbiosis.server.tinker.checkpoint_store import PRIVATE
 from symbiosis.server.tinker.tinker_messages import GetFigures
 from symbiosis.server.tinker.training_figures import RunFigures
@@ -245,8 +246,7 @@ async def responses(front: ServingState, request: Request, tenant: Tenant, body:
 
 async def one_response(front: ServingState, request: Request) -> ASGIApp:
     tenant = front.tenant(request)
-    stored = front.responses.response(tenant.name, request.path_params["id"])
-    return Response(stored, media_type="application/json")
+    return StoredReply(front.responses.response(tenant.name, request.path_params["id"]))
 
 
 async def delete_response(front: ServingState, request: Request) -> ASGIApp:

@@ -2,7 +2,7 @@
 are honoured, and what nobody knows is refused."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -10,6 +10,10 @@ from symbiosis.server.api_errors import wrong
 
 # the default of what is kept as it is written: `Raw()` itself has no JSON schema
 RAW: Any = msgspec.field(default_factory=msgspec.Raw)
+Label = Annotated[
+    str, msgspec.Meta(max_length=512)
+]  # what says who asks, or what for: answers and stored responses repeat it
+Metadata = dict[Annotated[str, msgspec.Meta(max_length=64)], Label]
 HARMLESS = {  # taken: no answer depends on them
     "user": "who asks, for logs of a provider",
     "metadata": "labels, for logs of a provider",

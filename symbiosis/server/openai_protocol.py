@@ -11,7 +11,7 @@ import msgspec
 from symbiosis.server.api_errors import ApiError, wrong
 from symbiosis.server.guides import ResponseFormat, StructuredOutputs, guide_of
 from symbiosis.server.json_costs import Most
-from symbiosis.server.openai_fields import DEFAULTS, OF_TEMPLATE, RAW, check_default
+from symbiosis.server.openai_fields import DEFAULTS, OF_TEMPLATE, RAW, Label, Metadata, check_default
 from symbiosis.server.tools import Choice, Tool, ToolUse, tool_use
 from symbiosis.serving.engine.limits import COUNTS, LIMITS, Unfit, check_count, check_length
 from symbiosis.serving.request import MANY, Guide, Sampling
@@ -106,10 +106,10 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_grammar: str | None = None
     continuation: Continuation | None = None
     # HARMLESS
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: Label | None = None
+    metadata: Metadata | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
     # DEFAULTS
     store: msgspec.Raw = RAW
     service_tier: msgspec.Raw = RAW
@@ -215,6 +215,7 @@ MOST = {  # what fields hold at most: it is counted before anything is made of t
     "guided_choice": Most(1 << 16, 1, 1 << 16, SHORT),
     "tools": Most(1 << 16, 1 << 16, 1 << 16, 1 << 20),
     "tool_choice": Most(16, 4, 16, LITTLE),
+    "text": Most(1 << 16, 1 << 16, 1 << 16, SHORT),
     "input": Most(8 * COUNTS["messages"], 4 * COUNTS["messages"], 16 * COUNTS["messages"]),
     "messages": Most(8 * COUNTS["messages"], 4 * COUNTS["messages"], 16 * COUNTS["messages"]),
     "prompt": Most(MOST_PROMPTS, 1 + MOST_PROMPTS, MOST_VALUES),
@@ -282,6 +283,9 @@ def _named(text: str, field: str) -> ApiError:
     where = ".".join(filter(None, [field, found[1] if found else ""])).replace(".[", "[")
     if bound := re.match(r"Expected `\w+` (>=|<=) (-?\d+)", text):
         return wrong(f"{where} must be at {'least' if bound[1] == '>=' else 'most'} {bound[2]}", where or None)
+    if bound := re.match(r"Expected `str` of length <= (\d+)", text):
+        what = f"a key of {where}" if "at `key` in" in text else where
+        return wrong(f"{what} may have {bound[1]} characters, and has more", where or None)
     return wrong(f"wrong argument{field and f' {field}'}: {text}", where or None)
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from symbiosis.server.api_errors import wrong
 from symbiosis.server.json_costs import Most
+from symbiosis.server.openai_fields import Label
 from symbiosis.server.openai_protocol import MOST, MOST_PROMPTS, Truncation, Whole
 
 OF_SCORE = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
@@ -22,7 +23,7 @@ class PoolingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     use_activation: bool | None = None
     priority: Whole | None = None
     # HARMLESS
-    user: str | None = None
+    user: Label | None = None
 
 
 class TextsBody(PoolingBody, kw_only=True):

@@ -2,14 +2,16 @@
 
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import msgspec
 
 from symbiosis.server.generation import Delta, Generation
+from symbiosis.server.json_pieces import LongList, listed
 from symbiosis.server.openai_protocol import Body, Continuation
 from symbiosis.server.request_record import this_request
 from symbiosis.server.tool_parsers import CallPart, ToolParser
@@ -17,7 +19,7 @@ from symbiosis.serving.engine.detokenize import bytes_of, special_tokens, text_o
 from symbiosis.serving.request import Token
 
 Fields = dict[str, Any]
-_tokens = msgspec.msgpack.Decoder(tuple[Token, ...])
+_tokens, _token = msgspec.msgpack.Decoder(tuple[msgspec.Raw, ...]), msgspec.msgpack.Decoder(Token)
 
 
 @dataclass(eq=False)
@@ -66,6 +68,10 @@ class Words:
     def choice(self, delta: Delta) -> Fields:
         raise NotImplementedError
 
+    def beside(self, first: Delta) -> Fields:
+        """Return what a whole answer tells beside its choices, of which this is the first."""
+        return {}
+
     def part(self, delta: Delta) -> Fields:
         raise NotImplementedError
 
@@ -73,9 +79,9 @@ class Words:
         """Return how a token is shown beside its log probability."""
         return f"token_id:{token}" if self.names_tokens else text_of(self.tokenizer, token)
 
-    def _told_prompt(self, prompt: Sequence[int], delta: Delta) -> list[dict[int, Fields] | None]:
+    def _told_prompt(self, prompt: Sequence[int], delta: Delta) -> LongList:
         """Return the log probabilities of a prompt's tokens, as vLLM tells them: the first token has none, because nothing comes before it."""
-        return [self._at_place(token) for token in told_prompt(prompt, delta)]
+        return LongList(map(self._at_place, told_prompt(prompt, delta)))
 
     def _at_place(self, token: Token) -> dict[int, Fields] | None:
         if token.logprob is None:
@@ -118,12 +124,13 @@ class ChatWords(Words):
     def choice(self, delta: Delta) -> Fields:
         text, calls = self.read(delta)
         text = self.echo + text
-        if self.prompt_tops is not None and not delta.choice:
-            self.of_whole += b',"prompt_logprobs":%b' % msgspec.json.encode(self._told_prompt(self.prompt, delta))
         message: Fields = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": joined_calls(calls)}
         return {"index": delta.choice, "message": message, **self._ending(delta)}
+
+    def beside(self, first: Delta) -> Fields:
+        return {} if self.prompt_tops is None else {"prompt_logprobs": self._told_prompt(self.prompt, first)}
 
     def part(self, delta: Delta) -> Fields:
         text, calls = self.read(delta)
@@ -158,7 +165,7 @@ class ChatWords(Words):
         return {"index": part.call, "id": id, "type": "function", "function": function}
 
     def _ending(self, delta: Delta) -> Fields:
-        shown = {"content": [self._shown(token) for token in delta.tokens]} if self.logprobs else None
+        shown = {"content": listed(self._shown, delta.tokens)} if self.logprobs else None
         has_called = delta.choice in self._parsers and self._parsers[delta.choice].calls > 0 and not self._is_chosen
         tokens = {"token_ids": [token.id for token in delta.tokens]} if self.tells_tokens else {}
         return {
@@ -243,7 +250,6 @@ class CompletionWords(Words):
     prompts: list[tuple[int, ...]]
     completions: int
     skips: bool = True
-    _shown_prompts: dict[int, Fields] = field(default_factory=dict, init=False)  # log probabilities, by prompt
     _places: dict[int, Places] = field(default_factory=dict, init=False)  # by completion
     _begun: set[int] = field(default_factory=set, init=False)  # completions whose prompt was shown
 
@@ -269,34 +275,32 @@ class CompletionWords(Words):
         if self.tells_tokens and index not in self._begun:
             tokens["prompt_token_ids"] = self.prompts[index // self.completions]
             if not self.echoes:
-                self._begin(index)
+                self._begun.add(index)
         if self.echoes and index not in self._begun:
             text = self.echoes[index // self.completions] + text
             if shown is not None:
                 before = self._shown_prompt(delta)
-                shown = {name: before[name] + shown[name] for name in shown}
-            self._begin(index)
+                shown = {name: LongList(chain(before[name], shown[name])) for name in shown}
+            self._begun.add(index)
         return {"index": index, "text": text, **tokens, "logprobs": shown, "finish_reason": delta.finish}
 
-    def _begin(self, index: int) -> None:
-        """Note that a completion has shown its prompt. What all of a prompt's have shown is not kept: of many prompts it would be much."""
-        self._begun.add(index)
-        number = index // self.completions
-        of_prompt = range(number * self.completions, (number + 1) * self.completions)
-        if self._begun.issuperset(of_prompt):
-            self._shown_prompts.pop(number, None)
-
-    def _shown_prompt(self, delta: Delta) -> Fields:
+    def _shown_prompt(self, delta: Delta) -> dict[str, Iterator[Any]]:
         """Return the log probabilities of the prompt's tokens. The first token has none, because nothing comes before it."""
         number = delta.choice // self.completions
-        if number not in self._shown_prompts:
-            prompt, places = self.prompts[number], Places(0)
-            starts = [places.of(bytes_of(self.tokenizer, id)) for id in prompt]
-            unseen = places.end() - len(self.echoes[number])  # characters of what the tokenizer has put in front
-            self._shown_prompts[number] = self._shown(
-                told_prompt(prompt, delta), [max(0, start - unseen) for start in starts]
-            )
-        return self._shown_prompts[number]
+        prompt = self.prompts[number]
+        return {
+            "tokens": map(self.name, prompt),
+            "token_logprobs": (finite(token.logprob) for token in told_prompt(prompt, delta)),
+            "top_logprobs": map(self._top, told_prompt(prompt, delta)),
+            "text_offset": self._offsets(number),
+        }
+
+    def _offsets(self, number: int) -> Iterator[int]:
+        """Yield where a prompt's tokens begin in its text."""
+        places = Places(0)
+        starts = [places.of(bytes_of(self.tokenizer, id)) for id in self.prompts[number]]
+        unseen = places.end() - len(self.echoes[number])  # characters of what the tokenizer has put in front
+        yield from (max(0, start - unseen) for start in starts)
 
     def _places_in(self, index: int, tokens: Sequence[int]) -> list[int]:
         """Return where these next tokens of a completion begin in its text."""
@@ -308,9 +312,9 @@ class CompletionWords(Words):
 
     def _shown(self, tokens: list[Token], places: list[int]) -> Fields:
         return {
-            "tokens": [self.name(token.id) for token in tokens],
+            "tokens": listed(lambda token: self.name(token.id), tokens),
             "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
+            "top_logprobs": listed(self._top, tokens),
             "text_offset": places,
         }
 
@@ -321,10 +325,11 @@ class CompletionWords(Words):
         return {self.name(id): finite(logprob) for id, logprob in pairs}
 
 
-def told_prompt(prompt: Sequence[int], delta: Delta) -> list[Token]:
-    """Return a prompt's tokens with their log probabilities, as far as they are told."""
+def told_prompt(prompt: Sequence[int], delta: Delta) -> Iterator[Token]:
+    """Yield a prompt's tokens with their log probabilities, as far as they are told."""
     told = _tokens.decode(delta.prompt_logprobs) if delta.prompt_logprobs else ()
-    return [*map(Token, prompt[: len(prompt) - len(told)]), *told]
+    yield from map(Token, prompt[: len(prompt) - len(told)])
+    yield from map(_token.decode, told)
 
 
 def usage(generation: Generation) -> Fields:

@@ -6,7 +6,7 @@ import msgspec
 
 from symbiosis.server.api_errors import wrong
 from symbiosis.server.guides import JsonSchema, ResponseFormat
-from symbiosis.server.openai_fields import DEFAULTS, OF_RESPONSES, RAW, check_default
+from symbiosis.server.openai_fields import DEFAULTS, OF_RESPONSES, RAW, Label, Metadata, check_default
 from symbiosis.server.openai_protocol import ChatBody, Tokens, check
 from symbiosis.server.tools import Choice, Function, NamedTool, Tool, ToolName
 
@@ -18,7 +18,7 @@ TEXTS = ("input_text", "output_text", "text")
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     schema: msgspec.Raw = RAW
-    name: str | None = None
+    name: Label | None = None
     strict: bool | None = None
     description: str | None = None
 
@@ -58,10 +58,10 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     # HARMLESS
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: Label | None = None
+    metadata: Metadata | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
     # DEFAULTS
     background: msgspec.Raw = RAW
     context_management: msgspec.Raw = RAW

@@ -178,6 +178,8 @@ class ResponsesReply(GenerationReply):
         if body.text is not None and body.text.format is not None:
             given = msgspec.structs.asdict(body.text.format)
             format = {name: value for name, value in given.items() if value not in (None, msgspec.Raw())}
+            if "schema" in format:  # events are lines
+                format["schema"] = msgspec.Raw(msgspec.json.format(bytes(format["schema"]), indent=-1))
         return {
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "background": False, "error": None,
             "incomplete_details": reason, "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
@@ -185,7 +187,8 @@ class ResponsesReply(GenerationReply):
             "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": body.previous_response_id,
             "store": body.store is not False, "temperature": 1.0 if body.temperature is None else body.temperature, "text": {"format": format, "verbosity": body.text.verbosity if body.text else None},
             "tool_choice": choice if isinstance(choice, str) else msgspec.to_builtins(choice), "tools": tools,
-            "top_p": 1.0 if body.top_p is None else body.top_p, "truncation": "disabled", "usage": None, "user": body.user,
+            "top_p": 1.0 if body.top_p is None else body.top_p, "truncation": "disabled", "user": body.user,
+            "usage": None,  # the last one: front ends of clusters look for it there
         }  # fmt: skip
 
 

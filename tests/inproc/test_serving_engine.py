@@ -32,7 +32,7 @@ import symbiosis
 from symbiosis.client.direct.mapped import Mapped
 from symbiosis.errors import ConfigError, ExecutorUnavailable, UnknownAdapter
 from symbiosis.protocol import Priority
-from symbiosis.server.ipc.engine_ipc import LENGTH, EngineReady, Outputs, Submit, framed, from_engine
+from symbiosis.server.ipc.engine_ipc import LENGTH, EngineReady, ReceivedOutputs, Submit, framed, from_engine
 from symbiosis.server.ipc.engine_server import EngineServer
 from symbiosis.serving import Engine
 from symbiosis.serving.engine.reader import GenerationFailed
@@ -909,7 +909,7 @@ def test_what_a_step_tells_crosses_to_http_as_one_message(engine: Engine) -> Non
     with theirs.makefile("rb") as stream:
         while sum(sizes) < 8 * 12:
             message = from_engine.decode(stream.read(LENGTH.unpack(stream.read(LENGTH.size))[0]))
-            if isinstance(message, Outputs):
+            if isinstance(message, ReceivedOutputs):
                 sizes.append(len(message.outputs))
     link.close()
     theirs.close()

@@ -100,6 +100,26 @@ def test_each_field_of_openais_has_one_fate(ours: type[msgspec.Struct], theirs: 
     assert all(sum(name in fate for fate in fates) == 1 and name in known for name in names)
 
 
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody, ResponsesBody, EmbeddingsBody])
+@pytest.mark.parametrize("name", ["user", "safety_identifier", "prompt_cache_key", "metadata"])
+def test_what_is_repeated_is_short(kind: type[Any], name: str) -> None:
+    if name not in kind.__struct_fields__:
+        return
+    field = {"CompletionBody": "prompt", "ChatBody": "messages"}.get(kind.__name__, "input")
+    needed = {field: [{"role": "user", "content": "x"}] if field == "messages" else "x"}
+    wrap = (lambda text: {"a": text}) if name == "metadata" else str
+    taken = read(kind, json.dumps({"model": "m", **needed, name: wrap("é" * 512)}).encode())
+    assert getattr(taken, name) == wrap("é" * 512)
+    with pytest.raises(ApiError, match=f"^{name}.* may have 512 characters"):
+        read(kind, json.dumps({"model": "m", **needed, name: wrap("x" * 513)}).encode())
+
+
+def test_a_format_of_text_is_short() -> None:
+    text = {"format": {"type": "text", "schema": {"a": "x" * (1 << 18)}}}
+    with pytest.raises(ApiError, match="^text holds too much"):
+        read(ResponsesBody, json.dumps({"model": "m", "input": "x", "text": text}).encode())
+
+
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 def test_only_a_default_is_taken_of_what_is_not_supported(kind: type[Body]) -> None:
     for name in set(kind.__struct_fields__) & set(DEFAULTS):

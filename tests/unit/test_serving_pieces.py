@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from symbiosis.server.generation import Generation
 from symbiosis.server.long_reply import LongReply
 from symbiosis.server.openai_protocol import CompletionBody
 from symbiosis.server.response_format import CompletionWords
-from symbiosis.server.sse import SseWriter
+from symbiosis.server.sse import SseWriter, StoredReply
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -167,6 +168,26 @@ def test_a_reader_who_takes_nothing_for_a_while_gets_it_all(taken: list[bytes]) 
 
     assert asyncio.run(slow()) == "".join(chr(65 + number % 26) for number in range(tokens))
     assert max(map(len, taken)) > 10_000, "the reader was behind, and got all that was missing with one event"
+
+
+def test_of_what_its_reader_does_not_take_there_is_no_copy() -> None:
+    stored = bytes(range(256)) * (1 << 16)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await StoredReply(stored)(scope, receive, send)
+
+    async def run() -> tuple[int, bytes]:
+        async with served(app, buffer=4096) as reader:
+            tracemalloc.start()
+            head = await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.1)
+            held = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+            return held, head + await reader.read()
+
+    held, answer = asyncio.run(run())
+    assert answer.endswith(stored) and b"content-length: %d\r\n" % len(stored) in answer
+    assert held < len(stored) / 8
 
 
 def relaying(answer: Upstream, view: ServerRegistry, lost: list[str]) -> tuple[Relay, ASGIApp]:

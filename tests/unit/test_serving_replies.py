@@ -10,11 +10,17 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from symbiosis.base.fair_share import FairShare, Lease
+from symbiosis.cluster.router.forward import TAIL
+from symbiosis.cluster.router.response_requests import tokens_used
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.generation import Choice, Delta, Generation
+from symbiosis.server.ipc.engine_ipc import ReceivedOutput
+from symbiosis.server.json_pieces import json_pieces
 from symbiosis.server.long_reply import LongReply
 from symbiosis.server.openai_protocol import CompletionBody, StreamOptions
-from symbiosis.server.response_format import ChatWords, CompletionWords, Words, counted
+from symbiosis.server.response_format import ChatWords, CompletionWords, Fields, Words, counted
+from symbiosis.server.responses_protocol import FunctionTool, ResponsesBody, TextConfig, TextFormat
+from symbiosis.server.responses_reply import ResponsesReply
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.engine.reader import Reader
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
@@ -144,16 +150,90 @@ def test_each_event_counts_its_own_choice_and_prompt(words: Words) -> None:
     assert so_far == [6, 4, 6, 4] and last["usage"]["completion_tokens"] == 20 and last["usage"]["prompt_tokens"] == 3
 
 
-def test_what_all_completions_of_a_prompt_have_shown_is_not_kept() -> None:
+def test_each_completion_shows_its_prompt() -> None:
     words = CompletionWords("demo", bytes_tokenizer(), True, ["AB", "CD"], [(65, 66), (67, 68)], 2)
-    for choice, kept in ((0, {0}), (2, {0, 1}), (1, {1}), (3, set())):
+    for choice in (0, 2, 1, 3):
         prompt = (Token(65), Token(66, -0.5)) if choice < 2 else (Token(67), Token(68, -0.25))
-        shown = words.choice(Delta(choice, prompt_logprobs=msgspec.msgpack.encode(prompt)))["logprobs"]
+        shown = written(words.choice(Delta(choice, prompt_logprobs=msgspec.msgpack.encode(prompt))))["logprobs"]
         assert (shown["tokens"], shown["token_logprobs"]) == (
             list("AB" if choice < 2 else "CD"),
             [None, prompt[1].logprob],
         )
-        assert words._shown_prompts.keys() == kept
+
+
+def written(choice: Any) -> Any:
+    return msgspec.json.decode(b"".join(json_pieces(choice)))
+
+
+@pytest.mark.parametrize("kind", ["completion", "echo", "chat", "answer"])
+def test_long_tables_of_log_probabilities_are_made_in_pieces(kind: str) -> None:
+    """A server answers others while it makes them: none of them is made at once."""
+    places, remote, tokenizer, sent = 3000, Remote(), bytes_tokenizer(), list[bytes]()
+    prompt = (65,) * (1 if kind == "answer" else places)
+    table = tuple(Token(65, -1.0, tuple((66 + n, -2.0 - n) for n in range(20)), 1) for _ in range(places))
+    is_long = kind == "answer"
+    asked = CompletionBody(model="m", prompt="", prompt_logprobs=None if is_long or kind == "echo" else 20)
+    words: Words = CompletionWords(
+        "m", tokenizer, is_long or kind == "echo", ["A" * places] * (kind == "echo"), [prompt], 1
+    )
+    if kind == "chat":
+        words = ChatWords("m", tokenizer, False)
+        words.prompt = prompt
+    words.ask(asked)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def run() -> None:
+        requests = [Request(id=1, prompt=prompt, sampling=Sampling(max_tokens=places))]
+        generation = Generation(remote, requests, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
+        generation.begin()
+        packed = msgspec.Raw(b"" if is_long else msgspec.msgpack.encode(table))
+        tokens = table if is_long else (Token(65, -1.0),)
+        remote.take(ReceivedOutput(request=1, tokens=tokens, finish=Finish.LENGTH, prompt_logprobs=packed))
+        await LongReply(generation, words, asked, lambda used: None)({}, asyncio.Future, send)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    whole = msgspec.json.decode(b"".join(sent))
+    [choice] = whole["choices"]
+    shown = (
+        (whole if kind == "chat" else choice)["prompt_logprobs"]
+        if asked.prompt_logprobs
+        else choice["logprobs"]["top_logprobs"]
+    )
+    assert len(shown) == places + (kind == "echo") and len(shown[0]) == len(shown[places - 1]) == 21
+    assert len(sent) > 5 and max(map(len, sent)) < sum(map(len, sent)) / 5
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_response_ends_with_its_usage(streams: bool) -> None:
+    """Front ends of a cluster count its tokens by it, and by nothing that a client has written."""
+    tokenizer, sent, kept = bytes_tokenizer(), list[bytes](), list[Fields]()
+    like_usage = {"usage": {"total_tokens": 0}}
+    schema = msgspec.Raw(msgspec.json.format(msgspec.json.encode(like_usage), indent=2).replace(b"{", b"{\n\n"))
+    body = ResponsesBody(
+        model="m", input="x", user="u" * 512, stream=streams, tools=[FunctionTool("function", "f", like_usage)],
+        text=TextConfig(TextFormat("json_schema", schema, "n")),
+    )  # fmt: skip
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def run() -> None:
+        remote, requests = Remote(), [Request(id=1, prompt=(65, 66), sampling=Sampling(max_tokens=3))]
+        generation = Generation(remote, requests, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
+        generation.begin()
+        remote.take(Output(request=1, tokens=(Token(65),) * 3, finish=Finish.LENGTH))
+        words = ChatWords("m", tokenizer, False)
+        await ResponsesReply(generation, words, body, kept.append, lambda used: None)({}, asyncio.Future, send)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    answer = b"".join(sent)
+    assert kept[0]["user"] == body.user and tokens_used(answer[-TAIL:], 99) == 5
+    if streams:
+        *events, end = answer.split(b"\n\n")
+        assert not end and all(event.startswith(b"event: response.") for event in events)
+        assert all(tokens_used(event + b"\n\n", 99) == 99 for event in events[:-1])
 
 
 async def _stopped() -> Remote:
@@ -301,8 +381,8 @@ def test_text_offsets_are_those_of_the_text_that_is_shown() -> None:
     words = CompletionWords("demo", tokenizer, True, [tokenizer.decode(prompt)], [prompt], 1)
     told = msgspec.msgpack.encode(tuple(Token(id, -1.0) for id in prompt[1:]))
     tokens = [Token(id, -1.0) for id in (120, special, 121)]
-    shown = words.part(Delta(0, text="xy", tokens=tokens, prompt_logprobs=told))["logprobs"]
-    assert shown["text_offset"] == [0, 1, 2, 3, 4, 4]
+    shown = words.part(Delta(0, text="xy", tokens=tokens, prompt_logprobs=told))
+    assert written(shown)["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 4]
     whole = CompletionWords("demo", tokenizer, True, [], [()], 1, skips=False)
     shown = whole.part(Delta(0, text="x<|end|>y", tokens=tokens))["logprobs"]
     assert shown["text_offset"] == [0, 1, 8]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
@@ -13,13 +14,13 @@ from symbiosis.cluster.router.server_registry import InFlight, Seen, ServerRegis
 from symbiosis.cluster.router.upstream import Lost, Upstream
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.bodies import until_hung_up
-from symbiosis.server.sse import SseWriter
+from symbiosis.server.sse import SseWriter, in_pieces
 
 logger = logging.getLogger("symbiosis")
 
 AWAY = "the server that has this does not answer now: ask again, it is being started"
 STREAMS = (b"text/event-stream", b"application/octet-stream")  # which are handed on piece by piece
-TAIL = 1 << 16  # bytes
+TAIL = 1 << 10  # bytes: they hold the usage of a response, which is its last field
 
 
 class ForwardedRequest(NamedTuple):
@@ -36,7 +37,7 @@ class Forward:
 
     Args:
         seen: The server; None: whichever has room for the wish.
-        done: Called at the end with the last bytes of the answer.
+        done: Called at the end with the last bytes of the answer, those of a stream up to the end of an event. None: no server took the request.
     """
 
     def __init__(
@@ -45,12 +46,12 @@ class Forward:
         seen: Seen | None,
         sent: ForwardedRequest,
         wish: RoutingRequest,
-        done: Callable[[bytes], object],
+        done: Callable[[bytes | None], object],
     ) -> None:
         self._view, self._seen, self._sent, self._done = view, seen, sent, done
         self._flight = InFlight(wish, self._move)
         self._answer: Upstream | None = None
-        self._tail = b""
+        self._tail, self._was_let_in = b"", False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.create_task(self._run(SseWriter(send, scope), scope))
@@ -63,7 +64,7 @@ class Forward:
             left.cancel()
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
-            self._done(self._tail)
+            self._done(self._tail if self._was_let_in else None)
 
     def _move(self, why: str) -> None:
         """The server is gone; or it is to take nothing new, and finishes this."""
@@ -99,15 +100,22 @@ class Forward:
     async def _hand_on(self, writer: SseWriter, url: str) -> None:
         sent = self._sent
         answer = self._answer = await Upstream.ask(url, sent.method, sent.target, sent.headers, sent.body)
-        await answer.head()
+        try:
+            await answer.head()
+        except asyncio.CancelledError:  # the server may be at the prompt
+            self._was_let_in = not answer.status
+            raise
+        self._was_let_in = answer.status == HTTPStatus.OK
         headers = [(name, value) for name, value in answer.headers.items() if name in KEPT]
         if answer.headers.get(b"content-type", b"").partition(b";")[0] not in STREAMS:
             self._tail = await answer.whole()  # before anything is said
             await writer.start(headers, answer.status)
-            await writer.take([self._tail], more=False)
+            await writer.take(in_pieces(self._tail), more=False)
             return
         await writer.start(headers, answer.status)
+        last = b""
         while piece := await answer.piece():
-            self._tail = (self._tail + piece)[-TAIL:]
+            last = (last + piece)[-TAIL:]
+            self._tail = b"".join(last.rpartition(b"\n\n")[:2])
             await writer.take([piece])
         await writer.take([], more=False)

@@ -8,9 +8,8 @@ from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router.completion_fields import BYTES_PER_TOKEN, LONG_ANSWER
 from symbiosis.server.openai_protocol import Tokens
 
-TOTAL = re.compile(
-    rb'"total_tokens":(\d+)'
-)  # a text of a client cannot have it: there quotation marks have backslashes
+# at the very end of an answer, or of the event with it: all else that looks so may be of a client
+TOTAL = re.compile(rb'"total_tokens":(\d+)\}\}(?:\}\n\n)?\Z')
 
 
 class ResponseFields(msgspec.Struct):
@@ -29,11 +28,14 @@ class ResponseFields(msgspec.Struct):
         )
 
 
-def tokens_told(tail: bytes) -> int:
-    """Return how many tokens a response says at its end that it took.
+def tokens_used(tail: bytes | None, reserved: int) -> int:
+    """Return how many tokens a response took, by the end of its answer: what was reserved, where its reader has left before that. None: no server
+    took the request.
 
-    >>> tokens_told(b'..."usage":{"total_tokens":12},"user":null}'), tokens_told(b"")
-    (12, 0)
+    >>> tokens_used(b'..."usage":{"total_tokens":12}}', 99), tokens_used(b"...", 99), tokens_used(None, 99)
+    (12, 99, 0)
     """
-    found = TOTAL.findall(tail)
-    return int(found[-1]) if found else 0
+    if tail is None:
+        return 0
+    found = TOTAL.search(tail)
+    return int(found[1]) if found else reserved

@@ -12,7 +12,7 @@ from symbiosis.cluster.router.cluster_page import ClusterPage
 from symbiosis.cluster.router.completion_fields import CompletionFields, with_fields
 from symbiosis.cluster.router.forward import Forward, ForwardedRequest
 from symbiosis.cluster.router.relay import Relay
-from symbiosis.cluster.router.response_requests import ResponseFields, tokens_told
+from symbiosis.cluster.router.response_requests import ResponseFields, tokens_used
 from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.server.api_app import URL_HEADER, ApiState
 from symbiosis.server.api_errors import ApiError, busy, unknown_model, wrong
@@ -93,7 +93,7 @@ class RouterState(ApiState):
             raise busy("so many requests of this key wait for their answers", "share_of_key")
         wish = RoutingRequest(model=seen.member.model, sequences=sequences, tenant=tenant)
 
-        def end(_: bytes) -> None:
+        def end(_: bytes | None) -> None:
             held.end()
             count.end()
 
@@ -108,7 +108,7 @@ class RouterState(ApiState):
         wish = asked.wish(model, adapter, tenant.name, len(data), self.view.most(model)[1])
         admission, _ = self._admitted(tenant, wish, wish.pages, len(data))
         sent = sent_of(request, data if adapter else with_fields(data, {"model": model}))
-        return Forward(self.view, seen, sent, wish, lambda tail: admission.end(tokens_told(tail)))
+        return Forward(self.view, seen, sent, wish, lambda tail: admission.end(tokens_used(tail, wish.pages)))
 
     def _admitted(self, tenant: Tenant, wish: RoutingRequest, tokens: int, size: int) -> tuple[Admission, Lease]:
         """Let a request of so many tokens in, with a body of so many bytes, which it holds until it ends."""

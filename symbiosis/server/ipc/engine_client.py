@@ -25,7 +25,8 @@ from symbiosis.server.ipc.engine_ipc import (
     Drain,
     EngineBeat,
     EngineReady,
-    Outputs,
+    ReceivedOutput,
+    ReceivedOutputs,
     Refused,
     StopCompletion,
     Submit,
@@ -34,12 +35,12 @@ from symbiosis.server.ipc.engine_ipc import (
     from_engine,
 )
 from symbiosis.server.tinker.tinker_messages import AnyAsked
-from symbiosis.serving.request import Output, Request
+from symbiosis.serving.request import Request
 
 logger = logging.getLogger("symbiosis")
 OTHER_BUILD = "the engine is symbiosis %s, and this process, which speaks HTTP for it, %s: start the server again"
 Result = TypeVar("Result")
-OnOutput = Callable[[Output | ApiError], None]
+OnOutput = Callable[[ReceivedOutput | ApiError], None]
 
 
 @dataclass(slots=True)
@@ -160,7 +161,7 @@ class EngineClient(asyncio.Protocol):
                 break
             at += LENGTH.size + length
             match from_engine.decode(self._unread[at - length : at]):
-                case Outputs(outputs):
+                case ReceivedOutputs(outputs):
                     for output in outputs:
                         self._give(output)
                 case Answer(number=number) as told:
@@ -202,7 +203,7 @@ class EngineClient(asyncio.Protocol):
         self.is_silent = self._pulse.look() > SILENT_S / 3
         return not self._pulse.seems_lost()
 
-    def _give(self, output: Output) -> None:
+    def _give(self, output: ReceivedOutput) -> None:
         if (asked := self.requests.get(output.request)) is None:
             return
         asked.left -= output.finish is not None

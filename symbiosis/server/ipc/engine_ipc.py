@@ -111,6 +111,16 @@ class Outputs(msgspec.Struct, tag=True, frozen=True):
     outputs: list[Output]
 
 
+class ReceivedOutput(Output, frozen=True):
+    """An output where it is received: of a long prompt's log probabilities nothing is made before they are told."""
+
+    prompt_logprobs: msgspec.Raw = msgspec.Raw()  # type: ignore[assignment]
+
+
+class ReceivedOutputs(msgspec.Struct, tag="Outputs", frozen=True):
+    outputs: list[ReceivedOutput]
+
+
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """From the engine: this request was not begun."""
 
@@ -144,10 +154,11 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToEngine = Submit | Cancel | StopCompletion | Ask | AskTraining | EngineBeat
-FromEngine = EngineReady | Outputs | Refused | Answer | Drain | EngineBeat
+Others = EngineReady | Refused | Answer | Drain | EngineBeat
+FromEngine = Others | Outputs
 encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)
-from_engine = msgspec.msgpack.Decoder(FromEngine)
+from_engine = msgspec.msgpack.Decoder(Others | ReceivedOutputs)
 
 
 def framed(message: ToEngine | FromEngine) -> bytes:
