@@ -12,7 +12,7 @@ from symbiosis.base.devices import gpus_of
 from symbiosis.base.dtypes import check_dtype
 from symbiosis.base.hosts import check_hosts
 from symbiosis.errors import ConfigError
-from symbiosis.serving.speculation.rule import SpeculateRule
+from symbiosis.serving.speculation.speculate_rule import SpeculateRule
 
 PORT = 8000
 Policy = Literal["fcfs", "abort", "vtc"]  # which waiting request is first; see `symbiosis.serving.scheduler.policy`

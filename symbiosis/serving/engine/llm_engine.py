@@ -39,7 +39,7 @@ from symbiosis.serving.scheduler.scheduler import Scheduler, StepRules
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, Sequence
 from symbiosis.serving.serve_options import Policy
 from symbiosis.serving.speculation.proposers import speculation
-from symbiosis.serving.speculation.rule import SpeculateRule
+from symbiosis.serving.speculation.speculate_rule import SpeculateRule
 from symbiosis.serving.tensor_parallel.leading_runner import LeadingRunner, divided
 
 logger = logging.getLogger("symbiosis")

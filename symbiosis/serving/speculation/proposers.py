@@ -4,7 +4,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.serving.runner.model_runner import ModelRunner
 from symbiosis.serving.speculation.draft_model import DraftModelProposer
 from symbiosis.serving.speculation.ngram import NgramProposer
-from symbiosis.serving.speculation.rule import SpeculateRule
+from symbiosis.serving.speculation.speculate_rule import SpeculateRule
 from symbiosis.serving.speculation.speculation import Speculation
 
 NOT_HERE = "speculate does not go with this model, so leave it out: "
