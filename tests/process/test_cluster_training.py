@@ -164,8 +164,8 @@ models:
 
 
 @pytest.mark.timeout(300)
-def test_a_session_goes_on_when_its_server_is_killed_or_rolled(tmp_path: Path) -> None:
-    """What was promised is there again, and each request is done once."""
+def test_a_session_goes_on(tmp_path: Path) -> None:
+    """When its server is killed or rolled, what was promised is there again, and each request is done once."""
     with cluster_at(tmp_path, FILE.format(folder=tmp_path), forked=True) as running:
         client = Client(running)
         run = client.run()

@@ -157,6 +157,7 @@ def test_what_fsdp_takes_after_the_load_is_said(checkpoint: Path, endpoint: str,
     assert done.returncode != 0 and not (tmp_path / "required-0").exists() and "NotShared: " in done.stderr
 
 
+@pytest.mark.full
 def test_of_two_models_the_executors_is_shared(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
     written(tmp_path, load=LOAD)
     other = save_tiny_llama(tmp_path / "other", seed=1)

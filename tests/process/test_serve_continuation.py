@@ -21,6 +21,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "name": "x"}}, "seed": 2, "max_tokens": 60},
     "bytes that are no characters": {"temperature": 60.0, "seed": 11},
 }  # fmt: skip
+MORE = ("drawn", "penalties", "greedy")  # which others include
 
 
 class Event(NamedTuple):
@@ -102,7 +103,9 @@ def check(api: Api, path: str, body: dict[str, Any], choices: int) -> None:
             assert rest[-1].data["usage"]["completion_tokens"] == whole[-1].data["usage"]["completion_tokens"]
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in MORE else ()) for name in REQUESTS]
+)
 def test_a_completion_goes_on(api: Api, name: str) -> None:
     if name == "schema":
         pytest.importorskip("llguidance")
