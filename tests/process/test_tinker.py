@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,7 +60,13 @@ class Client:
 
     def __init__(self, api: Api | Front | Running, who: str = "anna") -> None:
         self.url, self.headers = f"{api.url}/api/v1", {"X-API-Key": KEYS[who]}
-        self.session = self.told("create_session", tags=[], user_metadata=None, sdk_version=wire.SDKS[-1])["session_id"]
+        words = {"tags": [], "user_metadata": None, "sdk_version": wire.SDKS[-1]}
+        while (
+            answer := self.post("create_session", **words)
+        ).status_code == 503:  # a cluster's, until a server is ready
+            time.sleep(0.05)
+        assert answer.status_code == 200, answer.text
+        self.session = answer.json()["session_id"]
         self.runs = 0
 
     def post(self, verb: str, **body: Any) -> httpx.Response:
