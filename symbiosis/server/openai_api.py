@@ -22,7 +22,7 @@ from symbiosis.server.body_readers import takes
 from symbiosis.server.generation import Generation
 from symbiosis.server.ipc.engine_ipc import AdapterInfo
 from symbiosis.server.long_reply import LongReply
-from symbiosis.server.prompts import content_of, shortened
+from symbiosis.server.prompts import PromptCut, content_of, shortened
 from symbiosis.server.response_format import ChatWords, CompletionWords, Fields, Words
 from symbiosis.server.responses_protocol import ResponsesBody
 from symbiosis.server.responses_reply import ResponsesReply, messages_after
@@ -112,7 +112,7 @@ async def completions(
     with front.admitted(tenant, body, len(given), most) as admission:
         choices = len(given) * body.n
         made = await front.made(
-            request, tenant, size, choices, lambda: _completion(front, admission, body, given, adapter)
+            request, tenant, size, choices, lambda: _completion(front, admission, body, given, cut, adapter)
         )
         return _reply(front, admission, body, *made)
 
@@ -122,9 +122,9 @@ def _completion(
     admission: Admission,
     body: openai_protocol.CompletionBody,
     given: list[str | list[int]],
+    cut: PromptCut | None,
     adapter: str,
 ) -> tuple[Words, Generation]:
-    cut = front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side)
     prompts = [front.prompts.tokens(each, cut=cut) for each in given]
     most = front.tokens_for(prompts, body.max_tokens, 16, "max_tokens")
     guide = body.follows[1] if body.follows else None

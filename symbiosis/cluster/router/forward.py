@@ -114,8 +114,10 @@ class Forward:
             return
         await writer.start(headers, answer.status)
         last = b""
-        while piece := await answer.piece():
-            last = (last + piece)[-TAIL:]
+        try:
+            while piece := await answer.piece():
+                last = (last + piece[-TAIL:])[-TAIL:]
+                await writer.take([piece])
+        finally:
             self._tail = b"".join(last.rpartition(b"\n\n")[:2])
-            await writer.take([piece])
         await writer.take([], more=False)

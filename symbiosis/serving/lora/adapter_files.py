@@ -17,6 +17,7 @@ from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.adapter import LARGE_CONFIG, LARGE_HEADER, MOST_CONFIG_PARTS, MOST_HEADER_BYTES, parts
 from symbiosis.text import shown
 
+PREFIX = "base_model.model."  # of the names of an adapter's tensors
 METADATA = "adapter_config"  # of a file that is sent: the configuration, as JSON
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MOST_CONFIG_BYTES, MOST_TENSOR_BYTES = 1 << 20, 1 << 30

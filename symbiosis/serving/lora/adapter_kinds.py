@@ -27,11 +27,10 @@ from symbiosis.errors import AdapterError
 from symbiosis.kernels.adapter_rows import PlacedAdapter
 from symbiosis.kernels.file_rows import Source
 from symbiosis.serving.lora.adapter import Adapter
-from symbiosis.serving.lora.adapter_files import AdapterWeights, in_parallel
+from symbiosis.serving.lora.adapter_files import PREFIX, AdapterWeights, in_parallel
 from symbiosis.serving.lora.classification import ClassificationHead
 from symbiosis.text import shown
 
-PREFIX = "base_model.model."
 HARMLESS = {  # of a LoRA's configuration: what is read here, and what changes nothing when it is served
     "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "library_name",
     "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "bias", "use_rslora", "use_dora",

@@ -6,10 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from symbiosis.errors import AdapterError
-from symbiosis.serving.lora.adapter_files import AdapterWeights
+from symbiosis.serving.lora.adapter_files import PREFIX, AdapterWeights
 
 HEADS = ("score", "classifier")  # names of a classification head, in models of transformers
-PREFIX = "base_model.model."
 
 
 @dataclass(slots=True, frozen=True, eq=False)
