@@ -42,6 +42,14 @@ class Delta(msgspec.Struct, gc=False):
     prompt_logprobs: bytes = b""  # packed: they wait for those of all other prompts, and take little room so
 
 
+def join(whole: Delta, more: Delta) -> None:
+    """Add to what a completion has gained what it has gained since."""
+    whole.text += more.text
+    whole.tokens.extend(more.tokens)
+    whole.prompt_logprobs = whole.prompt_logprobs or more.prompt_logprobs
+    whole.finish = more.finish
+
+
 HandOver = Callable[[Callable[[], list[Delta]]], bool]  # gets what reads what is new; whether it has read it
 
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.bodies import until_hung_up
-from symbiosis.server.generation import Delta, Generation
+from symbiosis.server.generation import Delta, Generation, join
 from symbiosis.server.json_pieces import json_pieces
 from symbiosis.server.openai_protocol import Body
 from symbiosis.server.response_format import Fields, Words, counted, usage
@@ -71,7 +71,7 @@ class LongReply(GenerationReply):
         whole = [Delta(number) for number in range(self._generation.choices)]
         async for deltas in self._generation.deltas():
             for delta in deltas:
-                _join(whole[delta.choice], delta)
+                join(whole[delta.choice], delta)
         if self._generation.is_whole:
             await writer.start(JSON)
             await writer.take(self._pieces(whole), more=False)
@@ -143,13 +143,6 @@ class LongReply(GenerationReply):
         if not self._words.logprobs:
             return (b"data: %b%b%b\n\n" % (self._head, msgspec.json.encode(choice), after),)
         return chain((b"data: ", self._head), json_pieces(choice), (after, b"\n\n"))
-
-
-def _join(whole: Delta, more: Delta) -> None:
-    whole.text += more.text
-    whole.tokens.extend(more.tokens)
-    whole.prompt_logprobs = whole.prompt_logprobs or more.prompt_logprobs
-    whole.finish = more.finish
 
 
 def told_tokens(delta: Delta) -> bytes:

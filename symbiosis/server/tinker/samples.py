@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,14 +11,15 @@ from starlette.datastructures import Headers
 from symbiosis.server import openai_protocol
 from symbiosis.server.api_errors import ApiError, busy, failed, wrong
 from symbiosis.server.api_keys import Tenant
+from symbiosis.server.generation import Delta, join
 from symbiosis.server.openai_fields import RAW
 from symbiosis.server.openai_protocol import CompletionBody, decoded
 from symbiosis.server.request_record import begin
+from symbiosis.server.response_format import told_prompt
 from symbiosis.server.server_marks import new_session_id
 from symbiosis.server.serving_state import ServingState
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker import wire
-from symbiosis.serving.request import Token
 
 QUEUE_S = 0.2  # between two looks whether there is room
 KEPT_S = 120.0  # samples that nobody has fetched
@@ -25,6 +27,7 @@ LOADS = 3  # times that an adapter is loaded again for one request
 BUSY = (429, 503)  # what passes by itself: it is waited for here, and not by the client
 TOKEN_BYTES = 12  # of a token, as JSON has it
 REST_BYTES = 1 << 16  # of a body, besides its tokens
+FEW_NUMBERS = 1024  # log probabilities of an answer: one with more is written in a thread, so that nobody waits for it
 MOST_TOKENS = 1 << 22  # of prompts of one key that wait here, or are sampled from
 
 
@@ -70,6 +73,11 @@ class SampleRequest(msgspec.Struct):
     def size(self) -> int:
         """How many tokens the prompt has."""
         return sum(len(chunk.tokens) for chunk in self.prompt.chunks)
+
+    @property
+    def untold(self) -> int:
+        """At how many of the prompt's tokens no log probability is told. At the first there is none."""
+        return 1 if self.prompt_logprobs_last_n is None else self.size - self.prompt_logprobs_last_n
 
     @property
     def tokens(self) -> list[int]:
@@ -198,24 +206,24 @@ class Samples:
             front.hold(generation, admission)
             admission.reserve(generation.prompt_tokens + generation.most_tokens)
             generation.begin()
-        tokens: list[list[Token]] = [[] for _ in range(generation.choices)]
-        finish = [""] * generation.choices
-        of_prompt: list[Token] = []
+        whole = [Delta(number) for number in range(generation.choices)]
         try:
             async for deltas in generation.deltas():
                 for delta in deltas:
-                    tokens[delta.choice] += delta.tokens
-                    finish[delta.choice] = delta.finish or finish[delta.choice]
-                    if delta.prompt_logprobs:
-                        of_prompt = msgspec.msgpack.decode(delta.prompt_logprobs, type=list[Token])
+                    join(whole[delta.choice], delta)
                     generation.let_go(delta)
+            of_prompt = told_prompt((), whole[0]) if scored else None
+            make = partial(
+                wire.sample_bytes, [(each.finish or "", each.tokens) for each in whole], of_prompt, ask.topk_prompt_logprobs, ask.topk_sample_logprobs,
+                ask.untold, generation.cached_tokens,
+            )  # fmt: skip
+            numbers = generation.prompt_logprobs + generation.completion_tokens * (1 + ask.topk_sample_logprobs)
+            if numbers <= FEW_NUMBERS:
+                return make()
+            return await asyncio.wrap_future(front.threads.submit(tenant.name, make))
         finally:
             generation.end()
             admission.end(generation.prompt_tokens + generation.completion_tokens)
-        return wire.sample_bytes(
-            list(zip(finish, tokens, strict=True)), of_prompt if scored else None, ask.topk_prompt_logprobs, ask.topk_sample_logprobs,
-            ask.prompt_logprobs_last_n, generation.cached_tokens,
-        )  # fmt: skip
 
 
 def _check(ask: SampleRequest) -> None:

@@ -2,8 +2,9 @@
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import islice
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from symbiosis.errors import ConfigError
+from symbiosis.server.json_pieces import PLACES
 from symbiosis.server.tinker.tinker_messages import (
     Array,
     Pass,
@@ -309,44 +311,46 @@ def outcome_bytes(outcome: PromiseOutcome) -> tuple[bytes, str]:
 
 def sample_bytes(
     sequences: Sequence[tuple[str, Sequence[Token]]],
-    prompt: Sequence[Token] | None,
+    prompt: Iterable[Token] | None,
     prompt_top: int = 0,
     sample_top: int = 0,
-    last: int | None = None,
+    untold: int = 1,
     cached: int = 0,
 ) -> bytes:
-    """Return a SampleResponse.
+    """Return a SampleResponse. It is made of some hundred tokens at a time, so that in a thread it keeps no other one from running.
 
     Args:
         sequences: Why each ended, and its tokens.
-        prompt: The prompt's tokens with log probabilities, of which the first has none; None if they are not wanted.
+        prompt: The prompt's tokens with log probabilities; None if they are not wanted.
         prompt_top: Of so many of the most likely tokens at each place of the prompt, too.
         sample_top: ... and of each sample.
-        last: Only of so many tokens at the prompt's end.
+        untold: So many tokens at the prompt's beginning are told without: the first has none.
     """
     kinds = messages()
     out = kinds.SampleResponse(prompt_cache_hit_tokens=cached)
     for finish, tokens in sequences:
         reason = kinds.STOP_REASON_STOP if finish == "stop" else kinds.STOP_REASON_LENGTH
-        one = out.sequences.add(stop_reason=reason, tokens=np.array([each.id for each in tokens], np.int32).tobytes())
-        one.logprobs = _logprobs(tokens)
-        if sample_top:
-            _write_top(one.topk_sampled_logprobs, tokens, sample_top)
+        one = out.sequences.add(stop_reason=reason)
+        table = one.topk_sampled_logprobs if sample_top else None
+        one.tokens, one.logprobs = _written(tokens, table, sample_top)
     if prompt is not None:
-        left_out = 1 if last is None else len(prompt) - last
-        scored = [Token(each.id) if number < left_out else each for number, each in enumerate(prompt)]
-        out.prompt_logprobs = _logprobs(scored)
-        if prompt_top:
-            _write_top(out.topk_prompt_logprobs, scored, prompt_top)
+        told = (Token(each.id) if number < untold else each for number, each in enumerate(prompt))
+        _, out.prompt_logprobs = _written(told, out.topk_prompt_logprobs if prompt_top else None, prompt_top)
     return bytes(out.SerializeToString())
 
 
-def _logprobs(tokens: Sequence[Token]) -> bytes:
-    return np.array([np.nan if each.logprob is None else each.logprob for each in tokens], np.float32).tobytes()
-
-
-def _write_top(table: Any, tokens: Sequence[Token], k: int) -> None:
-    rows = [[*each.top[:k], *[NO_TOKEN] * (k - len(each.top))] for each in tokens]
-    table.token_ids = np.array([[token for token, _ in row] for row in rows], np.int32).tobytes()
-    table.logprobs = np.array([[logprob for _, logprob in row] for row in rows], np.float32).tobytes()
-    table.k, table.length = k, len(rows)
+def _written(tokens: Iterable[Token], table: Any, k: int) -> tuple[bytes, bytes]:
+    """Return tokens and their log probabilities as bytes, and write the table of the most likely ones, if there is one."""
+    remaining = iter(tokens)
+    ids, logprobs, top_ids, top_logprobs = bytearray(), bytearray(), bytearray(), bytearray()
+    while piece := list(islice(remaining, PLACES)):
+        ids += np.array([each.id for each in piece], np.int32).tobytes()
+        logprobs += np.array([np.nan if each.logprob is None else each.logprob for each in piece], np.float32).tobytes()
+        if table is not None:
+            rows = [[*each.top[:k], *[NO_TOKEN] * (k - len(each.top))] for each in piece]
+            top_ids += np.array([[token for token, _ in row] for row in rows], np.int32).tobytes()
+            top_logprobs += np.array([[logprob for _, logprob in row] for row in rows], np.float32).tobytes()
+    if table is not None:
+        table.token_ids, table.logprobs = bytes(top_ids), bytes(top_logprobs)
+        table.k, table.length = k, len(ids) // 4
+    return bytes(ids), bytes(logprobs)

@@ -1,0 +1,91 @@
+"""What Tinker's clients are told of samples, as bytes."""
+
+import asyncio
+import importlib.util
+import time
+from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions, ReceivedOutput
+from symbiosis.server.serving_state import ServingState
+from symbiosis.serving.request import Finish, Request, Token
+from tests.unit.test_serving_detokenize import bytes_tokenizer
+
+if importlib.util.find_spec("tinker") is None:
+    pytest.skip("needs the package tinker, for its descriptor", allow_module_level=True)
+
+from symbiosis.server.tinker import wire
+from symbiosis.server.tinker.samples import Chunk, Params, SamplePrompt, SampleRequest, Samples
+
+
+def tokens(count: int, k: int) -> list[Token]:
+    first = [Token(0)]
+    rest = [
+        Token(number, -float(number), tuple((rank, -number - rank / 32) for rank in range(k)))
+        for number in range(1, count)
+    ]
+    return first + rest
+
+
+@pytest.mark.parametrize("untold", [1, 700])
+def test_long_tables_are_told_whole(untold: int) -> None:
+    sample, prompt = tokens(600, 2), tokens(1000, 3)
+    data = wire.sample_bytes([("stop", sample)], iter(prompt), 3, 4, untold)
+    told = wire.messages().SampleResponse.FromString(data)
+    [one] = told.sequences
+    assert np.frombuffer(one.tokens, np.int32).tolist() == list(range(600))
+    assert np.frombuffer(one.logprobs, np.float32)[1:].tolist() == [-float(number) for number in range(1, 600)]
+    table = np.frombuffer(one.topk_sampled_logprobs.logprobs, np.float32).reshape(600, 4)
+    assert table[5].tolist() == [-5.0, -5.03125, -99999.0, -99999.0]
+    assert (told.topk_prompt_logprobs.k, told.topk_prompt_logprobs.length) == (3, 1000)
+    of_prompt = np.frombuffer(told.prompt_logprobs, np.float32)
+    assert np.isnan(of_prompt[:untold]).all() and of_prompt[untold:].tolist() == [
+        -float(number) for number in range(untold, 1000)
+    ]
+    ids = np.frombuffer(told.topk_prompt_logprobs.token_ids, np.int32).reshape(1000, 3)
+    assert ids[untold - 1].tolist() == [0, 0, 0] and ids[untold].tolist() == [0, 1, 2]
+
+
+def front_of(told: list[Token]) -> ServingState:
+    """A front end whose engine tells the log probabilities of any prompt at once."""
+    welcome = EngineReady(model="demo", longest=len(told), most_tokens=len(told), vocabulary=258)
+    remote: Any = SimpleNamespace(welcome=welcome, requests={}, places=None, ids=count(1), at_pause=[])
+
+    async def ask_training(*_: Any) -> str:
+        return ""
+
+    def submit(request: Request, take: Callable[[ReceivedOutput], None]) -> None:
+        packed = msgspec.Raw(msgspec.msgpack.encode(told))
+        take(ReceivedOutput(request=request.id, finish=Finish.LENGTH, prompt_logprobs=packed))
+        remote.at_pause.pop()()
+
+    remote.ask_training, remote.submit = ask_training, submit
+    return ServingState(remote, bytes_tokenizer(), FrontOptions(model="demo", folder=""))
+
+
+def test_others_run_while_a_long_table_is_written() -> None:
+    told = tokens(20_000, 20)
+
+    async def sample(front: ServingState) -> tuple[bytes, float, float]:
+        samples, tenant = Samples(front), front.keys.nobody
+        prompt = SamplePrompt([Chunk(tokens=[token.id % 258 for token in told])])
+        ask = SampleRequest(prompt, Params(max_tokens=0), prompt_logprobs=True, topk_prompt_logprobs=20)
+        task = samples.task(tenant, (await samples.begin(tenant, ask))["request_id"])
+        assert task is not None
+        began = last = time.monotonic()
+        longest = 0.0
+        while not task.done():
+            await asyncio.sleep(0)
+            last, before = time.monotonic(), last
+            longest = max(longest, last - before)
+        return task.result(), longest, last - began
+
+    data, longest, whole = asyncio.run(sample(front_of(told)))
+    assert wire.messages().SampleResponse.FromString(data).topk_prompt_logprobs.length == len(told)
+    assert longest < whole / 2, (longest, whole)
