@@ -10,6 +10,7 @@ Nobody's request keeps those of another tenant waiting, and a large one does not
   although the batch is full, and the server itself lets others give way.
 * A request that has waited for long goes where one sequence can begin: the server lets its others begin as there is room.
 * One that no server could ever hold goes to a server at once, which says what is wrong with it.
+* One that a single server alone can answer goes there, however full that is: it waits only for what its tenant may have in the whole cluster.
 
 A request at which a server has failed goes to another one, if there is any: the server may lack memory, and still say that it works.
 """
@@ -94,6 +95,12 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     is_vain: bool = False  # no server could do it
     failed_at: frozenset[int] = frozenset()  # servers that have said that they cannot; others come first
+    server: int | None = None  # the only one that can answer it
+
+    @property
+    def queue(self) -> tuple[str, str, int | None, bool]:
+        """In which it keeps its place among those that wait."""
+        return self.model, self.tenant, self.server, self.sequences > 0
 
 
 def version_of(shares: Mapping[str, float], draw: float) -> str:
@@ -116,6 +123,8 @@ def place(servers: Iterable[PlacedServer], wish: RoutingRequest) -> PlacedServer
     >>> place([busy, idle], RoutingRequest(model="m")).number, place([busy, idle], RoutingRequest(model="m", sequences=4)).number
     (1, 2)
     """
+    if wish.server is not None:
+        return next((each for each in servers if each.number == wish.server), None)
     ready = [each for each in servers if each.model == wish.model and each.state is State.READY]
     others = [each for each in ready if each.number not in wish.failed_at] or ready
     fitting = sorted((each for each in others if each.fits(wish.sequences, wish.pages)), key=RANK, reverse=True)
@@ -178,10 +187,14 @@ class Fleet:
 
     def place(self, wish: RoutingRequest) -> PlacedServer | None:
         """Return the server for a request; None if it has to wait."""
+        if wish.server is not None:
+            return self._servers.get(wish.server)
         return _preferred(self._with_room(wish), wish)
 
     def crowd(self, wish: RoutingRequest, is_overdue: bool = False) -> PlacedServer | None:
         """Return the server that is to take a request although it does not fit: the least busy one where something of it can begin."""
+        if wish.server is not None:
+            return None
         if wish.is_vain:
             return self._least_busy(wish)
         avoided = self._avoided(wish)
@@ -223,24 +236,30 @@ def admit(
     """Return which of the requests that wait go where now, by their position. The fleet has them then.
 
     The next request is always of the tenant that runs least; of several such tenants, the one that came first. A tenant's requests for a model
-    keep their order: what does not fit is not overtaken by them, so that it gets its turn. Those of other tenants pass it by.
+    keep their order: what does not fit is not overtaken by them, so that it gets its turn. Those of other tenants pass it by. What is more than its
+    tenant may have now is overtaken by nothing of that tenant, whatever model or server that is for.
 
     Args:
         running: Sequences of each tenant in the whole cluster; what is placed is added.
         limits: By tenant, how many it may have.
         overdue: The positions of requests that have waited for long.
     """
-    wishes, queues = list(waiting), dict[tuple[str, str], deque[int]]()
+    wishes, queues = list(waiting), dict[tuple[str, str, int | None, bool], deque[int]]()
     for position, wish in enumerate(wishes):
-        queues.setdefault((wish.model, wish.tenant), deque()).append(position)
-    heap = [(running[tenant], queue[0], queue) for (_, tenant), queue in queues.items()]
+        queues.setdefault(wish.queue, deque()).append(position)
+    heap = [(running[wishes[queue[0]].tenant], queue[0], queue) for queue in queues.values()]
     heapify(heap)
     placed: list[tuple[int, PlacedServer]] = []
+    full = set[str]()  # tenants that may have no more now
     while heap:
         has, position, queue = heappop(heap)
         wish = wishes[position]
         if has == running[wish.tenant]:
-            if (server := _next(wish, fleet, running, limits, position in overdue)) is None:
+            if wish.sequences and running[wish.tenant] + wish.sequences > limits.get(wish.tenant, sys.maxsize):
+                full.add(wish.tenant)
+            if wish.sequences and wish.tenant in full:
+                continue
+            if (server := _next(wish, fleet, running, position in overdue)) is None:
                 continue
             placed.append((position, server))
             queue.popleft()
@@ -249,12 +268,8 @@ def admit(
     return placed
 
 
-def _next(
-    wish: RoutingRequest, fleet: Fleet, running: Counter[str], limits: Mapping[str, int], is_overdue: bool
-) -> PlacedServer | None:
+def _next(wish: RoutingRequest, fleet: Fleet, running: Counter[str], is_overdue: bool) -> PlacedServer | None:
     """Place a request, if it can be."""
-    if running[wish.tenant] + wish.sequences > limits.get(wish.tenant, sys.maxsize):
-        return None
     if (server := fleet.place(wish) or fleet.crowd(wish, is_overdue)) is None:
         return None
     running[wish.tenant] += wish.sequences

@@ -68,10 +68,7 @@ def make_app(front: ServingState) -> ASGIApp:
         ("POST", "/generate", generate_routes.generate),
         ("POST", "/generate_stream", generate_routes.generate_stream),
         ("POST", "/", generate_routes.either),
-        ("POST", "/v1/embeddings", pooling_routes.embeddings),
-        ("POST", "/classify", pooling_routes.classify),
-        *(("POST", path, pooling_routes.score) for path in ("/score", "/v1/score")),
-        *(("POST", path, pooling_routes.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        *pooling_routes.TABLE,
         ("GET", "/v1/models", models),
         ("GET", "/v1/models/{name:path}", model),
         ("POST", "/v1/load_lora_adapter", load_adapter),
@@ -106,7 +103,7 @@ async def completions(
 ) -> ASGIApp:
     if body.max_tokens == 0 and not body.echo:
         raise wrong("max_tokens=0 goes with echo=true", "max_tokens")
-    cut = front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side)
+    cut = front.prompts.cut(body)
     given, adapter = front.prompts.several(body.prompt, cut=cut), await front.adapter(tenant, body.model)
     most = 16 if body.max_tokens is None else body.max_tokens
     with front.admitted(tenant, body, len(given), most) as admission:
@@ -180,7 +177,7 @@ def _chat(
     tokens = front.prompts.of_chat(
         body.messages, body.template_options, shown, opens, bool(body.continue_final_message)
     )
-    prompts = [shortened(tokens, front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side))]
+    prompts = [shortened(tokens, front.prompts.cut(body))]
     guide = _chat_guide(front, body, use)
     most = front.tokens_for(prompts, body.wanted, None, "max_completion_tokens")
     tops = (body.top_logprobs or 0) if body.logprobs else None

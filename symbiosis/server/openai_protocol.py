@@ -27,6 +27,26 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: msgspec.Raw = RAW  # of DEFAULTS
 
 
+class PredictedPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """What a client thinks that an answer will be.
+
+    >>> Prediction("content", [PredictedPart("text", "ab"), PredictedPart("text", "cd")]).text
+    'abcd'
+    """
+
+    type: Literal["content"]
+    content: str | list[PredictedPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class Continuation(msgspec.Struct, forbid_unknown_fields=True):
     """A stream that another server has begun, and that goes on here with the same draws. Ours alone: no other API has it. A request that has
     this field is answered with a comment before each event, which tells the tokens of that event, so that it can go on elsewhere in turn.
@@ -166,7 +186,7 @@ class ChatBody(Body, kw_only=True):
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     # HARMLESS
-    prediction: msgspec.Raw = RAW  # an object: `Prompts.predicted`
+    prediction: Prediction | None = None
     # DEFAULTS
     functions: msgspec.Raw = RAW
     function_call: msgspec.Raw = RAW
@@ -210,6 +230,7 @@ MOST = {  # what fields hold at most: it is counted before anything is made of t
     "stop_token_ids": Most(COUNTS["stop_tokens"], 1, COUNTS["stop_tokens"], SHORT),
     "logit_bias": Most(COUNTS["logit_bias"], 1, COUNTS["logit_bias"], SHORT),
     "metadata": Most(2 * COUNTS["metadata"], 1, COUNTS["metadata"], SHORT),
+    "prediction": Most(1 << 13, 1 << 11, 1 << 12, SHORT),
     "chat_template_kwargs": Most(1024, 256, 1024, SHORT),
     "structured_outputs": Most(1 << 16, 1 << 16, 1 << 16, SHORT),
     "guided_choice": Most(1 << 16, 1, 1 << 16, SHORT),
@@ -383,8 +404,6 @@ def _parts(message: dict[str, Any]) -> int:
 
 
 def _check_chat(body: ChatBody) -> None:
-    if (given := bytes(body.prediction)) not in (b"", b"null") and not given.startswith(b"{"):
-        raise wrong("wrong argument: prediction is an object", "prediction")
     if body.top_logprobs is not None and not body.logprobs:
         raise wrong("top_logprobs go with logprobs=true", "top_logprobs")
     for name in ("max_completion_tokens", "max_tokens"):

@@ -94,7 +94,7 @@ async def _scored(
     if classes > 1:
         raise wrong(NO_SCORE.format(_model(front, body), classes), "model")
     (name, field), (left, right) = body.names, body.pairs
-    cut = front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side)
+    cut = front.prompts.cut(body)
     for each, texts in ((name, left), (field, right)):
         if not texts:
             raise wrong(f"{each} is empty", each)
@@ -116,7 +116,7 @@ async def _scored(
 def _of_texts(front: ServingState, body: TextsBody) -> list[Prompt]:
     """Return what makes the prompts of a body of texts or a chat."""
     check_texts(body)
-    cut = front.prompts.cut(body.truncate_prompt_tokens, body.truncation_side)
+    cut = front.prompts.cut(body)
     if body.input is not None:
         special = body.add_special_tokens is not False
         several = front.prompts.several(body.input, "input", cut)
@@ -181,3 +181,11 @@ def _generation(
         for prompt in prompts
     ]  # fmt: skip
     return Generation(front.remote, requests, partial(Text, front.tokenizer), {"prompt": wanted.field})
+
+
+TABLE = [
+    ("POST", "/v1/embeddings", embeddings),
+    ("POST", "/classify", classify),
+    *(("POST", path, score) for path in ("/score", "/v1/score")),
+    *(("POST", path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+]

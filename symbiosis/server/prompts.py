@@ -3,14 +3,15 @@
 import re
 from functools import lru_cache
 from inspect import signature
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from symbiosis.errors import ConfigError
 from symbiosis.server.api_errors import ApiError, wrong
 from symbiosis.server.openai_fields import OF_TEMPLATE
-from symbiosis.server.openai_protocol import refused
+from symbiosis.server.openai_protocol import Body, Prediction, refused
+from symbiosis.server.pooling_protocol import PoolingBody
 from symbiosis.serving.engine.detokenize import chat_text
 from symbiosis.serving.engine.limits import Unfit, check_tokens
 
@@ -26,7 +27,6 @@ NO_TOOLS = (
 )
 REASONING = {"reasoning_content", "reasoning", "thinking"}  # names of one field: transformers gives it by each
 LONGEST_NAME = 256  # of a field
-LONGEST_PREDICTION = 1 << 18  # bytes, as it is written
 PARSES = re.compile(r"arguments\b['\"\]]*\s*\|\s*(tojson|items)")
 
 
@@ -35,18 +35,6 @@ class PromptCut(NamedTuple):
 
     most: int  # tokens
     side: str  # which end goes: left or right
-
-
-class PredictedPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class Prediction(msgspec.Struct, forbid_unknown_fields=True):
-    """What an answer may be."""
-
-    type: Literal["content"]
-    content: str | list[PredictedPart]
 
 
 class Prompts:
@@ -95,8 +83,9 @@ class Prompts:
             raise refused(unfit) from None
         return shortened(tuple(prompt), cut)
 
-    def cut(self, most: int | None, side: str | None) -> PromptCut | None:
-        """Return how prompts are shortened, by `truncate_prompt_tokens` and `truncation_side`; None if they are not."""
+    def cut(self, body: Body | PoolingBody) -> PromptCut | None:
+        """Return how the prompts of a body are shortened; None if they are not."""
+        most, side = body.truncate_prompt_tokens, body.truncation_side
         if most is None:
             if side is not None:
                 raise wrong("truncation_side goes with truncate_prompt_tokens", "truncation_side")
@@ -133,18 +122,9 @@ class Prompts:
             return text
         return text[: self.most_characters] if cut.side == "right" else text[-self.most_characters :]
 
-    def predicted(self, prediction: msgspec.Raw) -> tuple[int, ...]:
+    def predicted(self, prediction: Prediction) -> tuple[int, ...]:
         """Return the tokens of what a client thinks that an answer will be; those beyond the longest text are of no use."""
-        if (given := bytes(prediction)) in (b"", b"null"):
-            return ()
-        if len(given) > LONGEST_PREDICTION:
-            raise wrong(f"prediction has at most {LONGEST_PREDICTION} bytes: shorten it, or leave it out", "prediction")
-        try:
-            content = msgspec.json.decode(given, type=Prediction).content
-        except msgspec.MsgspecError as error:
-            raise wrong(f"wrong argument prediction: {error}", "prediction") from None
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return tuple(self._tokenizer(text, add_special_tokens=False).input_ids[: self._longest])
+        return tuple(self._tokenizer(prediction.text, add_special_tokens=False).input_ids[: self._longest])
 
     def sequences(self, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of words: as they stand at the beginning of a text, and behind a blank."""

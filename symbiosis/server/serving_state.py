@@ -207,7 +207,7 @@ class ServingState(ApiState):
             before = None  # nothing of it has been told
         ended = before.ended_of(body.n) if before else {}
         prediction: tuple[int, ...] = ()
-        if self.options.predicts and isinstance(body, ChatBody):
+        if self.options.predicts and isinstance(body, ChatBody) and body.prediction is not None:
             prediction = self.prompts.predicted(body.prediction)
         requests = [
             Request(

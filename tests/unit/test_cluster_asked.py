@@ -13,6 +13,7 @@ from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router import server_registry
 from symbiosis.cluster.router.completion_fields import MOST_PROMPTS, CompletionFields, _Fields
+from symbiosis.cluster.router.pooling_requests import PoolingFields
 from symbiosis.cluster.router.relay import Relay
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.protocol.cluster_state import Member
@@ -170,3 +171,27 @@ def test_a_front_end_that_was_late_itself_takes_no_server_for_lost(
 
     asyncio.run(watched())
     assert seen.is_lost == (by_whom == "the server")
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"input": "one"}, 1),
+        ({"input": [[1, 2], [3]], "messages": None}, 2),
+        ({"messages": [{"role": "user", "content": "a"}] * 3}, 1),
+        ({"query": "a", "documents": ["b", "c", "d"]}, 4),
+        ({"text_1": ["a", "b"], "text_2": ["c", "d"]}, 4),
+        ({}, 0),
+    ],
+)
+def test_texts_are_counted_as_a_server_would(fields: dict[str, Any], texts: int) -> None:
+    asked = PoolingFields(json.dumps(fields).encode())
+    assert (asked.model, asked.texts) == (None, texts)
+    wish = asked.wish("m", None, "eve", 3)
+    assert (wish.sequences, wish.is_vain) == (texts, texts > 3)
+
+
+def test_too_many_texts_are_refused_by_the_name_of_their_field() -> None:
+    with pytest.raises(ApiError, match="at most 4096 prompts") as error:
+        PoolingFields(json.dumps({"documents": ["a"] * (MOST_PROMPTS + 1)}).encode())
+    assert error.value.body["error"]["param"] == "documents"

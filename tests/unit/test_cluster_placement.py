@@ -40,6 +40,7 @@ WISHES = st.builds(
     adapter=st.sampled_from((None, "a", "b")),
     tenant=st.sampled_from("xy"),
     failed_at=st.frozensets(st.integers(0, 6)),
+    server=st.sampled_from((None, None, 2, 5)),
 )
 
 
@@ -48,6 +49,9 @@ def test_a_request_goes_to_the_busiest_server_on_which_it_fits(
     servers: list[PlacedServer], wish: RoutingRequest
 ) -> None:
     found = place(servers, wish)
+    if wish.server is not None:
+        assert found == next((s for s in servers if s.number == wish.server), None)
+        return
     ready = [s for s in servers if s.model == wish.model and s.state == "ready"]
     others = [s for s in ready if s.number not in wish.failed_at] or ready
     fitting = [s for s in others if s.fits(wish.sequences, wish.pages)]
@@ -84,18 +88,31 @@ def test_what_waits_is_served_in_its_order_within_all_limits(
     counts, before = Counter(server.number for server in placed.values()), {s.number: s for s in servers}
     for number, count in counts.items():
         idle = count == 1 and not before[number].running
-        assert fleet[number].free >= 0 or idle or before[number].share, "one that is idle takes anything"
+        is_named = any(waiting[position].server == number for position in placed)
+        assert fleet[number].free >= 0 or idle or before[number].share or is_named, "one that is idle takes anything"
     if any(wish.tenant == "x" for wish in (waiting[position] for position in placed)):
         assert running["x"] <= most
     for position, wish in enumerate(waiting):
-        passed = [
-            each
-            for at, each in enumerate(waiting[:position])
-            if at not in placed and (each.model, each.tenant) == (wish.model, wish.tenant)
-        ]
+        passed = [each for at, each in enumerate(waiting[:position]) if at not in placed and each.queue == wish.queue]
         assert not (passed and position in placed), "a tenant's requests keep their order"
         if wish.tenant == "y" and not passed and position not in placed:
             assert fleet.place(wish) is None, "the first of those that wait has no room anywhere"
+
+
+def test_what_is_more_than_a_tenant_may_have_now_is_overtaken_by_nothing_of_it() -> None:
+    fleet = Fleet([server(1), server(2, model="n")])
+    waiting = [wish(tenant="x", sequences=3), wish(tenant="x", model="n"), wish(tenant="x", server=2), wish(tenant="y")]
+    assert [at for at, _ in admit(waiting, fleet, Counter(x=2), {"x": 4})] == [3]
+    assert sorted(at for at, _ in admit(waiting, fleet, Counter(x=0), {"x": 4})) == [0, 1, 3]
+    nothing = wish(tenant="x", server=2, sequences=0)
+    assert [at for at, _ in admit([waiting[0], nothing], fleet, Counter(x=2), {"x": 4})] == [1]
+
+
+def test_a_named_server_is_asked_whatever_it_says() -> None:
+    full = server(3, running=BATCH, state=State.DRAINING)
+    assert [
+        number for _, number in admit([wish(server=3), wish(server=4)], Fleet([full, server(1)]), Counter(), {})
+    ] == [full.holds(1, 0)]
 
 
 @given(snapshots(), st.lists(WISHES, max_size=8), WISHES)

@@ -18,6 +18,7 @@ from symbiosis.cluster.router.completion_fields import CompletionFields
 from symbiosis.cluster.router.relay import Relay
 from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.cluster.router.server_registry import MOST_WAITING, InFlight, Seen, ServerRegistry
+from symbiosis.cluster.router.upstream import Lost
 from symbiosis.protocol.cluster_state import Member, Told
 from symbiosis.server.api_keys import Tenant
 from symbiosis.server.ipc.tenant_threads import LARGE
@@ -91,19 +92,39 @@ def test_nobody_closes_the_waiting_room_to_others(front: RouterState) -> None:
 
 def test_who_has_all_that_it_may_have_waits_for_its_own_server_too(front: RouterState) -> None:
     view, seen = front.view, front.view.seen[1]
-    first, second, others = (
-        InFlight(RoutingRequest(model="m", sequences=count, tenant=name), print)
-        for name, count in (("eve", 2999), ("eve", 2), ("alice", 2))
+    first, second, third, others, small = (
+        InFlight(RoutingRequest(model="m", sequences=count, tenant=name, server=1), print)
+        for name, count in (("eve", 2999), ("eve", 2), ("eve", 1), ("alice", 2), ("eve", 0))
     )
 
     async def ask() -> None:
-        await view.enter(first, seen)
-        waits = asyncio.create_task(view.enter(second, seen))
-        await view.enter(others, seen)
-        assert not waits.done()
+        view._put(seen)
+        await view.place(first)
+        waits = [asyncio.create_task(view.place(each)) for each in (second, third)]
+        await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.gather(view.place(others), view.place(small)), 5)
+        assert view.waiting == {"m": 3} and not any(each.done() for each in waits), "nothing overtakes the second"
         view.leave(first)
-        await asyncio.wait_for(waits, 5)
-        assert seen.flights == {second, others}
+        await asyncio.wait_for(asyncio.gather(*waits), 5)
+        assert seen.flights == {second, third, others, small} and not view.decisions
+
+    asyncio.run(ask())
+
+
+def test_who_waits_for_a_server_of_its_own_is_told_when_that_is_gone(front: RouterState) -> None:
+    view = front.view
+    first, second = (
+        InFlight(RoutingRequest(model="m", sequences=2000, tenant="eve", server=1), print) for _ in range(2)
+    )
+
+    async def ask() -> None:
+        view._put(view.seen[1])
+        await view.place(first)
+        waits = asyncio.create_task(view.place(second))
+        await asyncio.sleep(0)
+        view._take(Told(name="none", url="", members=()))
+        with pytest.raises(Lost):
+            await asyncio.wait_for(waits, 5)
 
     asyncio.run(ask())
 

@@ -356,6 +356,26 @@ def test_priorities_order_the_requests_of_one_tenant_and_push_none_before_others
         assert ["a" if id in by_tenant["a"] else "b" for id in order] == ["a", "a", "b", "a", "b", "a"]
 
 
+def test_a_queue_is_put_in_order_only_while_one_in_it_or_in_the_batch_has_a_priority(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ordered: list[int] = []
+    by_priority = policies.by_priority
+    monkeypatch.setattr(policies, "by_priority", lambda queue: by_priority(ordered.append(len(queue)) or queue))
+    server = Server(400, StepRules(max_batch=1))
+    for id, priority in enumerate([0, 5, 0]):
+        server.scheduler.add(sequences(id, 20, most=1, priority=priority))
+    assert ordered == [2, 3]
+    while server.ended != {(0, 0), (1, 0), (2, 0)}:
+        server.step()
+    server.scheduler.add(sequences(3, 20, most=1, priority=-1))
+    server.scheduler.drop(3)
+    ordered.clear()
+    for id in (4, 5):
+        server.scheduler.add(sequences(id, 20, most=1))
+    assert not ordered
+
+
 def test_a_less_urgent_prompt_takes_no_place_of_a_more_urgent_one_of_its_tenant() -> None:
     for priority, first in ((1, 0), (0, 1)):
         server = Server(400, StepRules(max_batch=1, prefill_tokens=32))

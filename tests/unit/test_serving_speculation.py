@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from symbiosis.errors import ConfigError
 from symbiosis.server.api_errors import ApiError
+from symbiosis.server.openai_protocol import ChatBody, PredictedPart, Prediction, read
 from symbiosis.server.prompts import Prompts
 from symbiosis.serving.lora.adapter import Adapter
 from symbiosis.serving.request import Request, Sampling, Token
@@ -68,19 +69,20 @@ def test_what_is_predicted_is_looked_at_before_the_text() -> None:
 
 def test_a_prediction_is_text_or_parts_of_it() -> None:
     prompts = Prompts(bytes_tokenizer(), longest=8, vocabulary=258, most=1)
-    parts = b'{"type":"content","content":[{"type":"text","text":"ab"},{"type":"text","text":"cd"}]}'
-    assert prompts.predicted(msgspec.Raw(parts)) == tuple(b"abcd")
-    assert prompts.predicted(msgspec.Raw(b'{"type":"content","content":"0123456789"}')) == tuple(b"01234567")
-    assert prompts.predicted(msgspec.Raw()) == prompts.predicted(msgspec.Raw(b"null")) == ()
-    for wrong in (
-        b'{"type":"content"}',
-        b'{"type":"x","content":"a"}',
-        b"[]",
-        b'{"type":"content","content":"%b"}' % (b"x" * 300_000),
-    ):
-        with pytest.raises(ApiError, match="prediction") as error:
-            prompts.predicted(msgspec.Raw(wrong))
-        assert error.value.status == 400
+    parts = [PredictedPart("text", "ab"), PredictedPart("text", "cd")]
+    assert prompts.predicted(Prediction("content", parts)) == tuple(b"abcd")
+    assert prompts.predicted(Prediction("content", "0123456789")) == tuple(b"01234567")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"type": "content"}, {"type": "x", "content": "a"}, {"type": "content", "content": ["a"]}, []]
+)
+def test_a_prediction_is_checked_whether_or_not_it_makes_drafts(wrong: Any) -> None:
+    chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    assert read(ChatBody, msgspec.json.encode({**chat, "prediction": None})).prediction is None
+    with pytest.raises(ApiError, match="prediction") as error:
+        read(ChatBody, msgspec.json.encode({**chat, "prediction": wrong}))
+    assert error.value.status == 400
 
 
 class Asked:

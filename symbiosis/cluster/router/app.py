@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from symbiosis.cluster.placement import State
 from symbiosis.cluster.router import adapter_uploads, training_requests
 from symbiosis.cluster.router.completion_fields import CompletionFields, with_fields
+from symbiosis.cluster.router.pooling_requests import PoolingFields
 from symbiosis.cluster.router.response_requests import ResponseFields
 from symbiosis.cluster.router.router_state import RouterState, passed_on
 from symbiosis.cluster.router.scrape_targets import METRICS, metrics_of, targets
@@ -21,7 +22,7 @@ from symbiosis.cluster.router.server_registry import answer_of
 from symbiosis.cluster.router.training_requests import HEARTBEAT, ids_of, of_other_base, server_of
 from symbiosis.cluster.router.upstream import Lost
 from symbiosis.executor.observe.process_figures import process_figures
-from symbiosis.server import api_app
+from symbiosis.server import api_app, pooling_routes
 from symbiosis.server.api_app import Api, json_response
 from symbiosis.server.api_errors import ApiError, storing, unknown_model
 from symbiosis.server.api_keys import Tenant
@@ -33,6 +34,12 @@ from symbiosis.server.uploads import received
 MOST_BYTES = 16 << 20  # of a body
 SIGNED_FILE = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/files/{file}"
 PREFIX = "symbiosis_cluster_"
+
+
+class NamedModel(msgspec.Struct):
+    """Of a body, what is read here. All else is skipped."""
+
+    model: str | None = None
 
 
 class ListedModel(msgspec.Struct):
@@ -55,6 +62,9 @@ def make_app(front: RouterState) -> ASGIApp:
         ("POST", "/v1/responses", responses),
         ("GET", "/v1/responses/{id}", one_response),
         ("DELETE", "/v1/responses/{id}", one_response),
+        *((method, path, pooled) for method, path, _ in pooling_routes.TABLE),
+        ("POST", "/tokenize", tokens),
+        ("POST", "/detokenize", tokens),
         ("GET", "/v1/models", models),
         ("GET", "/v1/models/{name:path}", one_model),
         ("PUT", "/v1/adapters/{name:path}", put_adapter),
@@ -89,7 +99,7 @@ async def completion(front: RouterState, request: Request) -> ASGIApp:
     if training_requests.names_a_run(asked.model):
         front.view.look()
         seen = server_of(front.view, mark_in(asked.model))
-        return front.forward(request, tenant.name, seen, data, asked.sequences)
+        return front.complete_at(request, tenant, asked, data, seen)
     return front.relay(request, tenant, asked)
 
 
@@ -109,6 +119,28 @@ async def one_response(front: RouterState, request: Request) -> ASGIApp:
     if (seen := front.view.marked(mark_in_response(id))) is None:
         raise ApiError(404, f"there is no response {id[:100]!r}: its server is gone, or it is of another cluster")
     return front.forward(request, tenant.name, seen, b"")
+
+
+async def pooled(front: RouterState, request: Request) -> ASGIApp:
+    """Tell vectors, classes or scores of texts."""
+    tenant = front.tenant(request)
+    tenant.check(1, front.keys.clock())
+    front.check_room(tenant, 1)
+    data = await front.bodies.read(request, MOST_BYTES)
+    asked = await front.made(request, tenant, len(data), 1, lambda: PoolingFields(data))
+    if asked.model is not None and training_requests.names_a_run(asked.model):
+        front.view.look()
+        return front.forward(request, tenant.name, server_of(front.view, mark_in(asked.model)), data)
+    return front.pool(request, tenant, asked, data)
+
+
+async def tokens(front: RouterState, request: Request) -> ASGIApp:
+    """Tell tokens of texts, or texts of tokens."""
+    tenant = front.tenant(request)
+    tenant.check(1, front.keys.clock())
+    data = await front.bodies.read(request, MOST_BYTES)
+    asked = await front.made(request, tenant, len(data), 1, lambda: decoded(NamedModel, data))
+    return front.tokens(request, tenant, asked.model, data)
 
 
 async def training(front: RouterState, request: Request) -> ASGIApp:

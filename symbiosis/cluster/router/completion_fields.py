@@ -55,7 +55,7 @@ class CompletionFields:
         self.model, self.seed, self.is_stream = fields.model, fields.seed, bool(fields.stream)
         self.is_chat = is_chat
         chat = 1, len(fields.raw("messages")) // BYTES_PER_TOKEN
-        prompts, tokens = chat if is_chat else _counts(fields.raw("prompt"))
+        prompts, tokens = chat if is_chat else counts(fields.raw("prompt"))
         self.sequences = prompts * (fields.n or 1)
         self.tokens = tokens  # of all prompts
         wanted = (
@@ -88,26 +88,26 @@ def with_fields(body: bytes, more: dict[str, Any]) -> bytes:
     return begin + (b"," if more and not begin.endswith(b"{") else b"") + msgspec.json.encode(more)[1:]
 
 
-def _counts(prompt: bytes) -> tuple[int, int]:
-    """Return how many prompts there are, and about how many tokens they are together.
+def counts(prompt: bytes, field: str = "prompt") -> tuple[int, int]:
+    """Return how many prompts there are in a field, and about how many tokens they are together.
 
-    >>> _counts(b'"a text, of course"'), _counts(b"[1, 2, 3]"), _counts(b'["a", [1, 2]]'), _counts(b"[]")
+    >>> counts(b'"a text, of course"'), counts(b"[1, 2, 3]"), counts(b'["a", [1, 2]]'), counts(b"[]")
     ((1, 4), (1, 3), (2, 3), (1, 1))
     """
     if prompt[:1] != b"[":
         return 1, len(prompt) // BYTES_PER_TOKEN
     if (outside := without_texts(prompt, MOST_PROMPTS)) is None:
-        raise _too_many()
+        raise _too_many(field)
     tokens = outside.count(b",") + 1 + (len(prompt) - len(outside)) // BYTES_PER_TOKEN
     if outside[1:].lstrip()[:1] not in (b'"', b"["):
         return 1, tokens
     if outside.count(b"[") > MOST_PROMPTS:
-        raise _too_many()
+        raise _too_many(field)
     return outside.count(b'"') + outside.count(b"[") - 1, tokens
 
 
-def _too_many() -> Exception:
-    return wrong(f"at most {MOST_PROMPTS} prompts", "prompt")
+def _too_many(field: str) -> Exception:
+    return wrong(f"at most {MOST_PROMPTS} prompts", field)
 
 
 def _continuation(given: bytes) -> Continuation:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from symbiosis.cluster.placement import RoutingRequest, State
 from symbiosis.cluster.router.relay import KEPT, PATIENCE_S, no_room
-from symbiosis.cluster.router.server_registry import InFlight, Seen, ServerRegistry
+from symbiosis.cluster.router.server_registry import InFlight, ServerRegistry
 from symbiosis.cluster.router.upstream import Lost, Upstream
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.bodies import until_hung_up
@@ -20,7 +20,8 @@ logger = logging.getLogger("symbiosis")
 
 AWAY = "the server that has this does not answer now: ask again, it is being started"
 STREAMS = (b"text/event-stream", b"application/octet-stream")  # which are handed on piece by piece
-TAIL = 1 << 10  # bytes: they hold the usage of a response, which is its last field
+WHOLE = 1 << 20  # bytes: what is longer is handed on piece by piece, too
+TAIL = 1 << 10  # bytes: they hold the usage of an answer, which is its last field
 
 
 class ForwardedRequest(NamedTuple):
@@ -36,19 +37,17 @@ class Forward:
     """The answer of a server to a request.
 
     Args:
-        seen: The server; None: whichever has room for the wish.
         done: Called at the end with the last bytes of the answer, those of a stream up to the end of an event. None: no server took the request.
     """
 
     def __init__(
         self,
         view: ServerRegistry,
-        seen: Seen | None,
         sent: ForwardedRequest,
         wish: RoutingRequest,
         done: Callable[[bytes | None], object],
     ) -> None:
-        self._view, self._seen, self._sent, self._done = view, seen, sent, done
+        self._view, self._sent, self._done = view, sent, done
         self._flight = InFlight(wish, self._move)
         self._answer: Upstream | None = None
         self._tail, self._was_let_in = b"", False
@@ -78,7 +77,7 @@ class Forward:
         except Lost as lost:
             logger.info("server %d does not answer a request: %s", self._flight.server, lost)
             if not writer.has_begun:
-                raise ApiError(503, AWAY, retry_s=1.0, reason="no_server") from None
+                raise _away() from None
             scope["state"]["connection"].transport.abort()  # its reader sees that it is not whole
         finally:
             if self._answer is not None:
@@ -86,16 +85,17 @@ class Forward:
             self._view.leave(self._flight)
 
     async def _place(self) -> None:
-        if self._seen is not None and self._seen.state is not State.READY:
-            raise ApiError(503, AWAY, retry_s=1.0, reason="no_server")
+        number = self._flight.wish.server
+        seen = None if number is None else self._view.seen.get(number)
+        if seen is not None and seen.state is not State.READY:
+            raise _away()
         try:
             async with asyncio.timeout(PATIENCE_S):
-                if self._seen is None:
-                    await self._view.place(self._flight)
-                else:
-                    await self._view.enter(self._flight, self._seen)
+                await self._view.place(self._flight)
         except TimeoutError:
             raise no_room() from None
+        except Lost:
+            raise _away() from None
 
     async def _hand_on(self, writer: SseWriter, url: str) -> None:
         sent = self._sent
@@ -107,17 +107,19 @@ class Forward:
             raise
         self._was_let_in = answer.status == HTTPStatus.OK
         headers = [(name, value) for name, value in answer.headers.items() if name in KEPT]
-        if answer.headers.get(b"content-type", b"").partition(b";")[0] not in STREAMS:
-            self._tail = await answer.whole()  # before anything is said
-            await writer.start(headers, answer.status)
-            await writer.take(in_pieces(self._tail), more=False)
-            return
+        is_stream = answer.headers.get(b"content-type", b"").partition(b";")[0] in STREAMS
+        first = b"" if is_stream else await answer.whole(WHOLE)  # before anything is said
         await writer.start(headers, answer.status)
-        last = b""
+        last = first[-TAIL:]
         try:
+            await writer.take(in_pieces(first))
             while piece := await answer.piece():
                 last = (last + piece[-TAIL:])[-TAIL:]
                 await writer.take([piece])
         finally:
-            self._tail = b"".join(last.rpartition(b"\n\n")[:2])
+            self._tail = b"".join(last.rpartition(b"\n\n")[:2]) if is_stream else last
         await writer.take([], more=False)
+
+
+def _away() -> ApiError:
+    return ApiError(503, AWAY, retry_s=1.0, reason="no_server")

@@ -9,7 +9,7 @@ from symbiosis.cluster.router.completion_fields import BYTES_PER_TOKEN, LONG_ANS
 from symbiosis.server.openai_protocol import Tokens
 
 # at the very end of an answer, or of the event with it: all else that looks so may be of a client
-TOTAL = re.compile(rb'"total_tokens":(\d+)\}\}(?:\}\n\n)?\Z')
+TOTAL = re.compile(rb'"total_tokens":(\d+)(?:,"prompt_tokens_details":\{"cached_tokens":\d+\})?\}\}(?:\}\n\n)?\Z')
 
 
 class ResponseFields(msgspec.Struct):
@@ -29,7 +29,7 @@ class ResponseFields(msgspec.Struct):
 
 
 def tokens_used(tail: bytes | None, reserved: int) -> int:
-    """Return how many tokens a response took, by the end of its answer: what was reserved, where its reader has left before that. None: no server
+    """Return how many tokens a response, or vectors, took, by the end of its answer: what was reserved, where its reader has left before that. None: no server
     took the request.
 
     >>> tokens_used(b'..."usage":{"total_tokens":12}}', 99), tokens_used(b"...", 99), tokens_used(None, 99)

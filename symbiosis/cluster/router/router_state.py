@@ -4,14 +4,16 @@ import os
 import random
 from collections.abc import Sequence
 
+import msgspec
 from starlette.requests import Request
 
 from symbiosis.base.fair_share import FairShare, Lease
-from symbiosis.cluster.placement import RoutingRequest, version_of
+from symbiosis.cluster.placement import RoutingRequest, State, version_of
 from symbiosis.cluster.router.cluster_page import ClusterPage
 from symbiosis.cluster.router.completion_fields import CompletionFields, with_fields
 from symbiosis.cluster.router.forward import Forward, ForwardedRequest
-from symbiosis.cluster.router.relay import Relay
+from symbiosis.cluster.router.pooling_requests import PoolingFields
+from symbiosis.cluster.router.relay import Relay, no_room
 from symbiosis.cluster.router.response_requests import ResponseFields, tokens_used
 from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.server.api_app import URL_HEADER, ApiState
@@ -74,10 +76,9 @@ class RouterState(ApiState):
         """Return the answer to a completion, if the tenant may have so many."""
         model, adapter = self.chosen(asked.model)
         sequences, longest = self.view.most(model)
-        for most in (self.view.limits.get(tenant.name, sequences), sequences):
-            if asked.sequences > most:
-                raise wrong(f"at most {most} completions, and this would be {asked.sequences}", "n")
-        self.check_room(tenant, asked.sequences)
+        if asked.sequences > sequences:
+            raise wrong(f"at most {sequences} completions, and this would be {asked.sequences}", "n")
+        self._check_sequences(tenant, asked.sequences)
         tokens, is_vain = asked.tokens + asked.most_tokens, asked.longest > longest
         wish = RoutingRequest(
             model=model, adapter=adapter, sequences=asked.sequences, pages=0 if is_vain else tokens, tenant=tenant.name, is_vain=is_vain,
@@ -85,19 +86,32 @@ class RouterState(ApiState):
         admission, held = self._admitted(tenant, wish, tokens, asked.size)
         return Relay(self.view, request.url.path, passed_on(request), asked, wish, held, admission)
 
+    def _check_sequences(self, tenant: Tenant, sequences: int) -> None:
+        """Raise `ApiError` for more than a tenant may ever have, or have now."""
+        if sequences > (most := self.view.limits.get(tenant.name, sequences)):
+            raise wrong(f"at most {most} completions, and this would be {sequences}", "n")
+        self.check_room(tenant, sequences)
+
+    def complete_at(
+        self, request: Request, tenant: Tenant, asked: CompletionFields, data: bytes, seen: Seen
+    ) -> Forward:
+        """Return the answer to a completion by what one server alone has."""
+        self._check_sequences(tenant, asked.sequences)
+        return self.forward(request, tenant.name, seen, data, asked.sequences)
+
     def forward(self, request: Request, tenant: str, seen: Seen, data: bytes, sequences: int = 0) -> Forward:
         """Return the answer to what one server alone can answer, if the tenant may have so many."""
         held, count = Lease(self._held, tenant), Lease(self._forwarded, tenant)
         if not (count.take(1) and held.take(len(data))):
             count.end()
             raise busy("so many requests of this key wait for their answers", "share_of_key")
-        wish = RoutingRequest(model=seen.member.model, sequences=sequences, tenant=tenant)
+        wish = RoutingRequest(model=seen.member.model, sequences=sequences, tenant=tenant, server=seen.member.number)
 
         def end(_: bytes | None) -> None:
             held.end()
             count.end()
 
-        return Forward(self.view, seen, sent_of(request, data), wish, end)
+        return Forward(self.view, sent_of(request, data), wish, end)
 
     def respond(self, request: Request, tenant: Tenant, asked: ResponseFields, data: bytes) -> Forward:
         """Return the answer to /v1/responses: of the server that has what it goes on from, or of one that has room."""
@@ -106,9 +120,38 @@ class RouterState(ApiState):
         if seen is not None and asked.model in self.view.told.aliases:
             model = seen.member.model
         wish = asked.wish(model, adapter, tenant.name, len(data), self.view.most(model)[1])
+        if seen is not None:
+            wish = msgspec.structs.replace(wish, server=seen.member.number)
+        return self._answer_of_one(request, tenant, wish, data)
+
+    def pool(self, request: Request, tenant: Tenant, asked: PoolingFields, data: bytes) -> Forward:
+        """Return the answer to a request for vectors, classes or scores of texts."""
+        model, adapter = self.chosen(self.named(asked.model))
+        self._check_sequences(tenant, asked.texts)
+        wish = asked.wish(model, adapter, tenant.name, self.view.most(model)[0])
+        return self._answer_of_one(request, tenant, wish, data)
+
+    def tokens(self, request: Request, tenant: Tenant, model: str | None, data: bytes) -> Forward:
+        """Return the answer to a request that any server of a model answers, however full it is."""
+        name, _ = self.chosen(self.named(model))
+        ready = [seen for seen in self.view.seen.values() if seen.member.model == name and seen.state is State.READY]
+        if not ready:
+            raise no_room()
+        return self.forward(request, tenant.name, min(ready, key=lambda seen: seen.mine), data)
+
+    def named(self, model: str | None) -> str:
+        """Return the model that a body names, or the only one that there is. One that names none means the base, which a cluster may have several of."""
+        if model is not None:
+            return model
+        if len(self.view.told.names) == 1:
+            return self.view.told.names[0]
+        raise wrong(f"name a model: there are {', '.join(map(repr, self.view.told.names))} and adapters", "model")
+
+    def _answer_of_one(self, request: Request, tenant: Tenant, wish: RoutingRequest, data: bytes) -> Forward:
+        """Return the answer of one server, which no other goes on with. Who has asked pays for the tokens that it tells at its end."""
         admission, _ = self._admitted(tenant, wish, wish.pages, len(data))
-        sent = sent_of(request, data if adapter else with_fields(data, {"model": model}))
-        return Forward(self.view, seen, sent, wish, lambda tail: admission.end(tokens_used(tail, wish.pages)))
+        sent = sent_of(request, data if wish.adapter else with_fields(data, {"model": wish.model}))
+        return Forward(self.view, sent, wish, lambda tail: admission.end(tokens_used(tail, wish.pages)))
 
     def _admitted(self, tenant: Tenant, wish: RoutingRequest, tokens: int, size: int) -> tuple[Admission, Lease]:
         """Let a request of so many tokens in, with a body of so many bytes, which it holds until it ends."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -120,7 +119,6 @@ class ServerRegistry:
         self._marks: dict[str, int] = {}  # of servers, by what ids tell of them
         self.unread = 0  # requests whose bodies are not read, so that nobody knows what they ask for
         self._waiting: list[tuple[InFlight, asyncio.Future[None]]] = []
-        self._entering: list[asyncio.Future[None]] = []  # of requests that one server alone can answer
         self._running = Counter[str]()  # sequences by tenant
 
     async def follow(self) -> None:
@@ -171,7 +169,7 @@ class ServerRegistry:
         return sequences, max((min(seen.tokens, seen.longest) for seen in servers), default=inf)
 
     async def place(self, flight: InFlight) -> None:
-        """Wait until a server has room for a request, and count it there."""
+        """Wait until a server has room for a request, or the one that it names may take it, and count it there. Raises `Lost` if that one is gone."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((flight, turn))
         self.room.take(flight.wish.tenant, flight.wish.sequences)
@@ -187,18 +185,6 @@ class ServerRegistry:
             if not turn.done() or turn.cancelled():
                 self._waiting = [each for each in self._waiting if each[0] is not flight]
 
-    async def enter(self, flight: InFlight, seen: Seen) -> None:
-        """Wait until a tenant may have one more request, and count it at a server which alone can answer it."""
-        wish, most = flight.wish, self.limits.get(flight.wish.tenant, sys.maxsize)
-        while self._running[wish.tenant] + wish.sequences > most:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._entering.append(turn)
-            await turn
-        flight.server = seen.member.number
-        self._running[flight.wish.tenant] += flight.wish.sequences
-        seen.flights.add(flight)
-        self._put(seen)
-
     def leave(self, flight: InFlight) -> None:
         """The request is answered, or goes elsewhere."""
         self._running[flight.wish.tenant] -= flight.wish.sequences
@@ -206,10 +192,6 @@ class ServerRegistry:
             seen.flights.discard(flight)
             self._put(seen)
         self._admit()
-        for turn in self._entering:
-            if not turn.done():
-                turn.set_result(None)
-        self._entering.clear()
 
     def suspect(self, number: int) -> None:
         """Place nothing on a server that did not answer, until it does again."""
@@ -315,6 +297,9 @@ class ServerRegistry:
 
     def _admit(self) -> None:
         """Place what has room now."""
+        for flight, turn in self._waiting:
+            if not turn.done() and flight.wish.server is not None and flight.wish.server not in self.seen:
+                turn.set_exception(Lost("the server is gone"))
         self._waiting = [each for each in self._waiting if not each[1].done()]
         if not self._waiting:
             return
@@ -331,7 +316,8 @@ class ServerRegistry:
                 known = seen.adapters if len(seen.adapters) < MOST_ADAPTERS else frozenset[str]()
                 seen.adapters = known | {flight.wish.adapter}
             turn.set_result(None)
-            self._say(flight, server)
+            if flight.wish.server is None:  # else nothing was decided
+                self._say(flight, server)
 
     def _say(self, flight: InFlight, server: PlacedServer) -> None:
         """Note a decision, and why it was made."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -129,11 +130,12 @@ class Upstream(asyncio.Protocol):
             self._transport.resume_reading()
         return found
 
-    async def whole(self) -> bytes:
-        found = b""
-        while more := await self.piece():
+    async def whole(self, most: int = sys.maxsize) -> bytes:
+        """Return what is left of the answer; of a longer one so many bytes, and what has come with them."""
+        found = bytearray()
+        while len(found) < most and (more := await self.piece()):
             found += more
-        return found
+        return bytes(found)
 
     def lose(self, why: str) -> None:
         """Give it up: whoever waits for it goes elsewhere. If it is whole, its connection is used again."""

@@ -102,7 +102,8 @@ class Scheduler:
         self._takes = policy.Mean()  # seconds from joining to the first token
         self._untried: set[Sequence] = set()  # those that have come since any could join
         self._something_changed = False  # so that a sequence may be able to join
-        self._is_ahead = self._has_priorities = False
+        self._is_ahead = False
+        self._with_priority = 0  # how many of those that wait or run have another priority than 0
 
     def add(self, sequences: list[Sequence]) -> None:
         """Add the completions of one request. The first one computes the prompt, and the others find it."""
@@ -116,6 +117,7 @@ class Scheduler:
             self._pace.disturbed(first.arrived)
         self._of_request[first.request.id] = list(sequences)
         self._of_tenant[first.tenant] += len(sequences)
+        self._with_priority += len(sequences) if first.priority else 0
         self._wait(first)
         if others:
             self._followers[first] = others
@@ -135,6 +137,7 @@ class Scheduler:
         if not mine:
             del self._of_request[sequence.request.id]
         self._of_tenant[tenant] -= 1
+        self._with_priority -= sequence.priority != 0
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
         self._followers.pop(sequence, None)
@@ -233,8 +236,7 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=ORDER)
-        self._has_priorities = self._has_priorities or sequence.priority != 0
-        if self._has_priorities:
+        if self._with_priority:
             # places are exchanged for good: one that was only lent would be its tenant's again and again
             orders = [each.order for each in self.waiting]
             self.waiting = list(policy.by_priority(self.waiting))
