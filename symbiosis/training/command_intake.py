@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from symbiosis.errors import Busy, ConfigError
 from symbiosis.training.command_order import CommandOrder
@@ -15,6 +15,8 @@ LINGER = 0.1  # of what the last pass took: runs that were in passes are waited 
 LEAST_LINGER_S = 0.002
 MOST_LINGER = 0.5  # ... and for so long in any case
 RECENT = 8  # passes: runs that were in one of these may come back
+SHARE_S = 0.1  # so long a part of a large pass takes at most while there are others
+LEAST_S = 0.03  # ... and at least, however short theirs are
 
 
 class CommandingRun(QueuedRun, Protocol):
@@ -25,6 +27,21 @@ class CommandingRun(QueuedRun, Protocol):
 
 
 Taken = list[tuple[Any, Command]]  # runs, and the command of each
+
+
+class Turn(NamedTuple):
+    """What comes next."""
+
+    calls: list[Any] = []  # runs that have some
+    passes: Taken = []
+    goes_on: Any = None  # a run in the midst of a pass
+
+
+class RecentPass(NamedTuple):
+    """The last pass of a run."""
+
+    number: int
+    took_s: float
 
 
 class CommandIntake:
@@ -39,13 +56,13 @@ class CommandIntake:
     def __init__(self, most: int, room_wait: float | None, together: int) -> None:
         self.runs: dict[str, Any] = {}  # by name
         self.changed = threading.Condition()
+        self.tokens_in: Callable[[float], int] = lambda seconds: together  # told by who computes
         self.taker: threading.Thread | None = None  # the engine's own
         self._room_wait, self._together = room_wait, together
         self._queue = CommandQueue(most)
         self._early: set[Any] = set()  # runs with commands that wait for one before them
-        self._recent: dict[Any, int] = {}  # the number of the pass in which a run was
+        self._recent: dict[Any, RecentPass] = {}
         self.last_s = 0.0  # what the last pass took, or the last part of a large one
-        self.share = together  # tokens of a pass while there are others, who wait for no more
         self._arrived = self._free_since = 0.0  # when the last command came, and since when one could be done
         self._had_calls = self._closed = False
 
@@ -102,40 +119,53 @@ class CommandIntake:
 
     # ---------------------------------------------------------------- for the thread that does them
 
-    def next(self) -> tuple[list[Any], Taken] | None:
-        """Wait for what comes next: runs that have calls to make, or passes of several. None, when the engine is closed."""
+    def next(self) -> Turn | None:
+        """Wait for what comes next: runs that have calls to make, passes of several, or a run in the midst of a pass which goes on. None, when
+        the engine is closed."""
         with self.changed:
             while True:
                 now = time.monotonic()
                 due = self._tell_who_waits_too_long(now)
-                if not self._queue:
+                is_open = bool(self._queue.open)
+                if not self._queue and not is_open:
                     if self._closed:
                         return None
                     self.changed.wait(None if due is None else due - now)
                     continue
                 until = self._linger_until()
-                lingers = now < until and self._together and not self._all_are_back()
+                lingers = not is_open and now < until and self._together and not self._all_are_back()
                 calls = self._queue.calls()
-                if calls and (lingers or not self._had_calls or not self._queue.has_passes):
+                if calls and (lingers or not self._had_calls or not (is_open or self._queue.has_passes)):
                     self._had_calls = True
-                    return calls, []
+                    return Turn(calls=calls)
                 if lingers:
                     self.changed.wait(until - now)
                     continue
                 self._had_calls = False
-                return [], self._taken(self._queue.passes(self._most(len({*self._queue.waiting, *self._recent}) > 1)))
+                are_several = is_open or len({*self._queue.waiting, *self._recent}) > 1
+                if passes := self._queue.passes(self.share if are_several else self._together):
+                    return Turn(passes=self._taken(passes))
+                return Turn(goes_on=self._queue.goes_on())
 
-    def others(self, runs: Collection[Any]) -> tuple[list[Any], Taken]:
-        """Return what other runs have to do while these are in the midst of a pass, as `next` does, and wait for nothing."""
-        with self.changed:
-            if calls := self._queue.calls(runs):
-                return calls, []
-            return [], self._taken(self._queue.passes(self._most(True), runs, self.share))
+    @property
+    def share(self) -> int:
+        """How many tokens are computed together while others may wait; 0: those of one command."""
+        return min(self._together, self.tokens_in(SHARE_S))
 
-    def most_beside(self, runs: Collection[Any]) -> int:
-        """Return how many tokens of these may be computed until others have their turn; 0: as many as there are, whoever waits."""
+    def part(self, runs: Collection[CommandingRun]) -> int:
+        """Return how many tokens of a large pass of these runs are computed until others have their turn: as many as take as long as the shortest
+        pass of another lately, within bounds. 0: as many as there are, whoever waits."""
         with self.changed:
-            return self._most(any(run not in runs for run in (*self._queue.waiting, *self._recent)))
+            took = [was.took_s for run, was in self._recent.items() if run not in runs]
+            tenants = {run.tenant for run in runs}
+            there = (*self._queue.waiting, *self._queue.open)
+            if (
+                not took
+                and all(run in runs for run in there)
+                and all(run.tenant in tenants for run in self.runs.values())
+            ):
+                return self._together
+        return min(self._together, self.tokens_in(max(LEAST_S, min([SHARE_S, *took]))))
 
     def take(self, runs: list[Any], verb: str | None = None) -> Taken:
         """Take the next command of each of these runs, or of those where it is this verb."""
@@ -147,18 +177,20 @@ class CommandIntake:
         """Note that the next ones could be done from now on."""
         self._free_since = time.monotonic()
 
-    def passed(self, runs: list[Any], number: int, took_s: float) -> None:
-        """Note who was in a pass, and what it took."""
+    def computed(self, passes: Taken, part: float, took_s: float) -> None:
+        """Count this part of passes as had."""
         with self.changed:
-            self._recent = {run: at for run, at in self._recent.items() if number - at < RECENT}
-            self._recent |= {run: number for run in runs if self.runs.get(run.name) is run}
+            self._queue.computed(passes, part)
         self.last_s = took_s
 
-    # ---------------------------------------------------------------- with the lock held
+    def passed(self, runs: list[Any], number: int, took_s: float) -> None:
+        """Note who was in a pass, and what all of it took."""
+        with self.changed:
+            self._queue.done(runs)
+            self._recent = {run: was for run, was in self._recent.items() if number - was.number < RECENT}
+            self._recent |= {run: RecentPass(number, took_s) for run in runs if self.runs.get(run.name) is run}
 
-    def _most(self, are_several: bool) -> int:
-        """Return how many tokens are computed together; 0: those of one command."""
-        return min(self._together, self.share) if are_several else self._together
+    # ---------------------------------------------------------------- with the lock held
 
     def _add(self, run: CommandingRun, command: Command, has_room: bool = False) -> None:
         if not has_room:

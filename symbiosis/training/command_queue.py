@@ -5,7 +5,6 @@ It is plain Python. Whose turn it is says the virtual token counter, as in servi
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from symbiosis.base.fair_share import FairShare
@@ -42,16 +41,21 @@ class _Turn(NamedTuple):
 
 
 class TokenCounters:
-    """What each of those who share has had. Who comes back after a while has saved up nothing."""
+    """What each of those who share has had. Who comes, or comes back, has saved up nothing: it begins with as much as the one of the others that
+    had least, or, if there is none at the moment, with as much as had been had by whoever came last in its turn."""
 
     def __init__(self) -> None:
         self._had: dict[str, float] = {}
+        self._reached = 0.0
 
     def came(self, name: str, others: Iterable[str]) -> None:
-        self._had[name] = lifted(self._had, name, others)
+        there = set(others) - {name}
+        self._had[name] = lifted(self._had, name, there) if there else max(self._had.get(name, 0.0), self._reached)
 
-    def had(self, name: str, cost: int) -> None:
-        self._had[name] = self._had.get(name, 0.0) + INPUT_COST * cost
+    def had(self, name: str, cost: float) -> None:
+        before = self._had.get(name, 0.0)
+        self._reached = max(self._reached, before)
+        self._had[name] = before + INPUT_COST * cost
 
     def forget(self, name: str) -> None:
         self._had.pop(name, None)
@@ -70,7 +74,9 @@ class CommandQueue:
     def __init__(self, most: int) -> None:
         self.room = FairShare(most)
         self._waiting: dict[Any, None] = {}  # runs with commands
-        self._tenants, self._runs = TokenCounters(), TokenCounters()
+        self._open: dict[Any, None] = {}  # runs in the midst of a pass
+        self._tenants = TokenCounters()
+        self._runs: dict[str, TokenCounters] = {}  # by tenant
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -82,8 +88,10 @@ class CommandQueue:
 
     def add(self, run: QueuedRun, command: Queued) -> None:
         if run not in self._waiting:
-            self._tenants.came(run.tenant, {other.tenant for other in self._waiting})
-            self._runs.came(run.name, [other.name for other in self._waiting if other.tenant == run.tenant])
+            there = self._waiting | self._open
+            self._tenants.came(run.tenant, {other.tenant for other in there})
+            of_tenant = self._runs.setdefault(run.tenant, TokenCounters())
+            of_tenant.came(run.name, [other.name for other in there if other.tenant == run.tenant])
             self._waiting[run] = None
         run.commands.append(command)
 
@@ -92,55 +100,97 @@ class CommandQueue:
         """The runs that have commands."""
         return self._waiting.keys()
 
-    def calls(self, besides: Collection[Any] = ()) -> list[Any]:
-        """Return the runs whose next command is a call, in their turn, but for some."""
-        waiting = [run for run in self._waiting if run not in besides]
+    @property
+    def open(self) -> Collection[Any]:
+        """The runs in the midst of a pass. They have nothing else done meanwhile."""
+        return self._open.keys()
+
+    def calls(self) -> list[Any]:
+        """Return the runs whose next command is a call, in their turn."""
+        waiting = [run for run in self._waiting if run not in self._open]
         runs = [_Turn(run.tenant, 1, run, None) for run in waiting if not run.commands[0].is_pass]
         return [turn.run for turn in self._tenants.in_turn(runs)]
 
     def take(self, run: QueuedRun) -> Any:
-        """Take the next command of a run."""
-        command = run.commands.popleft()
-        if not run.commands:
-            del self._waiting[run]
-        self._tenants.had(run.tenant, command.cost)
-        self._runs.had(run.name, command.cost)
+        """Take a run's next command, a call."""
+        command = self._pop(run)
+        self._had(run, command.cost)
         return command
 
-    def passes(self, most: int, besides: Collection[Any] = (), largest: float = inf) -> list[tuple[Any, Any]]:
-        """Take passes that are computed together: of at most so many tokens, or a single one.
+    def passes(self, most: int) -> list[tuple[Any, Any]]:
+        """Take passes that are computed together: of at most so many tokens, or a single one. Their runs are in the midst of a pass until it is
+        `done`. Nothing if it is another's turn, who is in the midst of one already.
 
-        Args:
-            besides: Runs whose passes are not taken.
-            largest: Tokens of one pass, at most.
+        A tenant has one pass of more tokens than that at a time.
         """
         taken: list[tuple[Any, Any]] = []
         tokens, blocked = 0, set[str]()
-        for turn in self._tenants.in_turn(list(self._leading(besides))):
+        for turn in self._tenants.in_turn(self._leading(most)):
+            if turn.command is None:
+                break
             if turn.run.name in blocked:
                 continue
-            if (taken and tokens + turn.command.tokens > most) or turn.command.tokens > largest:
+            if taken and tokens + turn.command.tokens > most:
                 blocked.add(turn.run.name)  # its commands stay in their order
                 continue
-            taken.append((turn.run, self.take(turn.run)))
+            taken.append((turn.run, self._pop(turn.run)))
             tokens += turn.command.tokens
             if tokens >= most:
                 break
+        self._open |= {run: None for run, _ in taken}
         return taken
 
+    def goes_on(self) -> Any:
+        """Return the run in the midst of a pass that had least."""
+        turns = [_Turn(run.tenant, 1, run, None) for run in self._open]
+        return next(self._in_turn(turns)).run
+
+    def computed(self, commands: Iterable[tuple[QueuedRun, Queued]], part: float) -> None:
+        """Count this part of passes as had."""
+        for run, command in commands:
+            self._had(run, part * command.cost)
+
+    def done(self, runs: Iterable[QueuedRun]) -> None:
+        """Note that these are in the midst of a pass no more."""
+        for run in runs:
+            self._open.pop(run, None)
+
     def forget(self, run: QueuedRun, is_last_of_tenant: bool) -> None:
-        self._runs.forget(run.name)
         if is_last_of_tenant:
             self._tenants.forget(run.tenant)
+            self._runs.pop(run.tenant, None)
+        elif (of_tenant := self._runs.get(run.tenant)) is not None:
+            of_tenant.forget(run.name)
 
-    def _leading(self, besides: Collection[Any]) -> Iterator[_Turn]:
-        """Yield the passes that may come next, those of each tenant in the turn of its runs."""
-        of_tenants: dict[str, list[_Turn]] = {}
-        for run in (run for run in self._waiting if run not in besides):
+    def _pop(self, run: QueuedRun) -> Any:
+        command = run.commands.popleft()
+        if not run.commands:
+            del self._waiting[run]
+        return command
+
+    def _had(self, run: QueuedRun, cost: float) -> None:
+        self._tenants.had(run.tenant, cost)
+        self._runs[run.tenant].had(run.name, cost)
+
+    def _leading(self, most: int) -> Iterator[_Turn]:
+        """Return the passes that may come next, in the turn of tenants' runs, and those that are open: of these there is no command."""
+        turns = list[_Turn]()
+        have_open = {run.tenant for run in self._open}
+        for run in (run for run in self._waiting if run not in self._open):
             for command in run.commands:
-                if not command.is_pass:
+                if not command.is_pass or (command.tokens > most and run.tenant in have_open):
                     break
-                of_tenants.setdefault(run.tenant, []).append(_Turn(run.name, command.cost, run, command))
-        for turns in of_tenants.values():
-            for turn in self._runs.in_turn(turns):
-                yield turn._replace(tenant=turn.run.tenant)
+                turns.append(_Turn(run.name, command.cost, run, command))
+        return self._in_turn([*turns, *(_Turn(run.name, 1, run, None) for run in self._open)])
+
+    def _in_turn(self, turns: Iterable[_Turn]) -> Iterator[_Turn]:
+        """Yield turns of runs by what their tenants had, and of each tenant by what the runs had."""
+        of_tenants: dict[str, list[_Turn]] = {}
+        for turn in turns:
+            of_tenants.setdefault(turn.run.tenant, []).append(turn)
+        ordered = [
+            turn._replace(tenant=tenant)
+            for tenant, of_one in of_tenants.items()
+            for turn in self._runs[tenant].in_turn(of_one)
+        ]
+        return self._tenants.in_turn(ordered)

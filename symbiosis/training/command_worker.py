@@ -2,14 +2,16 @@
 
 import threading
 import time
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from symbiosis.training.command_intake import CommandIntake, Taken
-from symbiosis.training.joined_passes import JoinedPasses
+from symbiosis.training.joined_passes import JoinedPasses, PassParts
 from symbiosis.training.joined_steps import StepWords, step_together
 from symbiosis.training.residency import Residency
-from symbiosis.training.run_command import Command
+from symbiosis.training.run_command import Command, PassResult
 from symbiosis.training.run_journal import no_room
 from symbiosis.training.train_state import TrainState
 from symbiosis.training.training_run import Run
@@ -17,27 +19,53 @@ from symbiosis.training.training_run import Run
 CALLS_S = 0.05  # calls are made for so long, or as long as the last pass took, before the next pass
 
 
+@dataclass(eq=False)
+class OpenPass:
+    """Passes that are computed together, and have begun."""
+
+    runs: list[Run]  # of all, also of those whose state could not be brought
+    there: list[tuple[Run, Command, TrainState]]
+    parts: PassParts
+    tokens: int = field(init=False)
+    computed: int = 0  # of these
+    took_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tokens = sum(command.tokens for _, command, _ in self.there)
+
+    def next_part(self) -> tuple[int, list[PassResult | Exception] | None]:
+        """Compute a part. Return how many tokens it had, and after the last one what came of each pass."""
+        try:
+            tokens = next(self.parts)
+        except StopIteration as end:
+            return self.tokens - self.computed, end.value
+        self.computed += tokens
+        return tokens, None
+
+
 class CommandWorker:
     """Does commands until the intake is closed, and nothing waits any more."""
 
     def __init__(self, intake: CommandIntake, passes: JoinedPasses, residency: Residency) -> None:
         self._intake, self._passes, self._residency = intake, passes, residency
+        self._open = list[OpenPass]()
         self._thread = threading.Thread(target=self._work, name="symbiosis-training", daemon=True)
-        intake.taker, intake.share = self._thread, passes.share
+        intake.taker, intake.tokens_in = self._thread, passes.tokens_in
         self._thread.start()
 
     def join(self) -> None:
         self._thread.join()
 
     def _work(self) -> None:
-        while (work := self._intake.next()) is not None:
-            calls, passes = work
-            if calls:
-                self._make_calls(calls)
+        while (turn := self._intake.next()) is not None:
+            if turn.calls:
+                self._make_calls(turn.calls)
+            elif turn.passes:
+                self._begin(turn.passes)
             else:
-                self._compute(passes)
+                self._go_on(next(each for each in self._open if turn.goes_on in each.runs))
             self._intake.was_done()
-            self._residency.make_room()
+            self._residency.make_room([run for each in self._open for run in each.runs])
         self._residency.close()
 
     def _make_calls(self, runs: list[Run]) -> None:
@@ -88,41 +116,38 @@ class CommandWorker:
         self._finish(run, command, result, error, time.monotonic() - began, was_there)
         self._write_if_due([run])
 
-    def _compute(self, commands: Taken) -> None:
-        began, of_others = time.monotonic(), 0.0
+    def _begin(self, commands: Taken) -> None:
+        """Begin passes that are computed together. Those that are large are computed in parts."""
+        runs = list(dict.fromkeys(run for run, _ in commands))
         there = self._brought(commands)
-        runs = {run for run, _ in commands}
-
-        def let_others() -> None:
-            nonlocal of_others
-            of_others += self._let_others(runs)
-
+        is_large = sum(command.tokens for _, command in commands) > self._intake.share > 0
+        most = partial(self._intake.part, runs) if is_large else lambda: 0
         asked = [(command, state) for _, command, state in there]
-        outcomes = self._passes.compute(asked, lambda: self._intake.most_beside(runs), let_others) if there else []
-        took = time.monotonic() - began - of_others
-        self._intake.share = self._passes.share
-        tokens = sum(command.tokens for _, command, _ in there)
-        for (run, command, state), outcome in zip(there, outcomes, strict=True):
-            share = took * command.tokens / tokens
+        self._open.append(begun := OpenPass(runs, there, self._passes.parts(asked, most)))
+        self._go_on(begun)
+
+    def _go_on(self, begun: OpenPass) -> None:
+        """Compute the next part of a pass."""
+        began = time.monotonic()
+        tokens, outcomes = begun.next_part()
+        took = time.monotonic() - began
+        begun.took_s += took
+        self._intake.computed([(run, command) for run, command, _ in begun.there], tokens / max(1, begun.tokens), took)
+        if outcomes is not None:
+            self._open.remove(begun)
+            self._end(begun, outcomes)
+
+    def _end(self, begun: OpenPass, outcomes: list[PassResult | Exception]) -> None:
+        for (run, command, state), outcome in zip(begun.there, outcomes, strict=True):
+            share = begun.took_s * command.tokens / begun.tokens
             if run.state is not state:
                 outcome = no_room(Path(run.name), OSError("a command before it was not done"))
             if isinstance(outcome, Exception):
                 self._finish(run, command, None, outcome, share)
             else:
                 self._finish(run, command, outcome, None, share)
-        self._write_if_due([run for run, _, _ in there])
-        self._intake.passed([run for run, _ in commands], self._passes.count, self._passes.last_s)
-
-    def _let_others(self, runs: set[Run]) -> float:
-        """Do what waits of others, in the midst of a large pass of these runs. Return how long it took."""
-        began = time.monotonic()
-        for _ in range(2):  # calls, and the passes behind them
-            calls, passes = self._intake.others(runs)
-            if calls:
-                self._make_calls(calls)
-            elif passes:
-                self._compute(passes)
-        return time.monotonic() - began
+        self._write_if_due([run for run, _, _ in begun.there])
+        self._intake.passed(begun.runs, self._passes.count, begun.took_s)
 
     def _finish(
         self, run: Run, command: Command, result: Any, error: Exception | None, took_s: float, was_tried: bool = True

@@ -1,8 +1,9 @@
 """Passes of several runs, computed together."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 from symbiosis.training.losses import slopes_of_function
 from symbiosis.training.packed_model import PackedModel
@@ -10,8 +11,9 @@ from symbiosis.training.run_command import FORWARD_BACKWARD, Command, PassResult
 from symbiosis.training.run_work import RunWork
 from symbiosis.training.train_state import TrainState
 
-SHARE_S = 0.1  # so long a part of a large pass takes while others wait
-LEAST_SHARE = 128  # tokens
+LEAST_PART = 128  # tokens of a pass, whatever time they take
+FIRST_PACE = 10_000.0  # tokens per second
+PassParts = Generator[int, None, list[PassResult | Exception]]
 
 
 class JoinedPasses:
@@ -24,25 +26,26 @@ class JoinedPasses:
     def __init__(self, model: PackedModel, most: int) -> None:
         self._model, self._most = model, most
         self.count = self.runs = 0  # passes, and the runs in them
-        self._pace = 8 * LEAST_SHARE / SHARE_S  # tokens per second: the best of late
-        self.last_s = 0.0  # what the last part of one took
+        self._pace = FIRST_PACE  # tokens per second: the best of late
 
-    @property
-    def share(self) -> int:
-        """How many tokens take `SHARE_S`."""
-        return min(self._most, max(LEAST_SHARE, int(self._pace * SHARE_S)))
+    def tokens_in(self, seconds: float) -> int:
+        """How many tokens take so long."""
+        return min(self._most, max(LEAST_PART, int(self._pace * seconds)))
 
-    def compute(
-        self,
-        asked: Sequence[tuple[Command, TrainState]],
-        most: Callable[[], int] = lambda: 0,
-        between: Callable[[], object] = lambda: None,
-    ) -> list[PassResult | Exception]:
-        """Return what came of each. If passes fail together, each is computed by itself, so that nobody suffers by another's fault.
+    def compute(self, asked: Sequence[tuple[Command, TrainState]]) -> list[PassResult | Exception]:
+        """Return what came of each. If passes fail together, each is computed by itself, so that nobody suffers by another's fault."""
+        parts = self.parts(asked, lambda: 0)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                return cast(list[PassResult | Exception], end.value)
+
+    def parts(self, asked: Sequence[tuple[Command, TrainState]], most: Callable[[], int]) -> PassParts:
+        """Compute as `compute` does, and yield after each part but the last one how many tokens it had: others may compute meanwhile.
 
         Args:
             most: Returns how many tokens the next part may have; 0: as many as a pass.
-            between: Called between two parts: others may compute meanwhile.
         """
         works = [_work(command, state) for command, state in asked]
         joined = len({id(work.adapter) for work in works})
@@ -52,14 +55,19 @@ class JoinedPasses:
                 for (command, _), work in zip(asked, works, strict=True):
                     if command.function is not None:
                         self._differentiate(command, work)
-                for number, part in enumerate(_parts(_by_adapter(works), lambda: most() or self._most)):
-                    if number:
-                        between()
+                tokens = 0
+                for part in _parts(_by_adapter(works), lambda: most() or self._most):
+                    if tokens:
+                        yield tokens
                     self._compute(part)
+                    tokens = sum(len(datum) for work in part for datum in work.data)
         except Exception as error:
             if len(asked) == 1:
                 return [error]
-            return [outcome for each in asked for outcome in self.compute([each], most, between)]
+            outcomes = list[PassResult | Exception]()
+            for each in asked:
+                outcomes += yield from self.parts([each], most)
+            return outcomes
         return [PassResult(work.loss, [each.cpu() for each in work.found], joined) for work in works]
 
     def _differentiate(self, command: Command, work: RunWork) -> None:
@@ -77,8 +85,8 @@ class JoinedPasses:
     def _compute(self, works: list[RunWork]) -> None:
         began = time.monotonic()
         self._model.compute(works)
-        tokens, self.last_s = sum(len(datum) for work in works for datum in work.data), time.monotonic() - began
-        self._pace = max(0.9 * self._pace, tokens / self.last_s)
+        tokens = sum(len(datum) for work in works for datum in work.data)
+        self._pace = max(0.9 * self._pace, tokens / (time.monotonic() - began))
         for work in works:
             assert work.whole is not None
             work.whole.found += work.found

@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -59,16 +59,16 @@ class Residency:
         self._here.pop(run, None)
         self._at_home.pop(run, None)
 
-    def make_room(self) -> None:
-        """Let idle runs leave: those that were not used for longest."""
+    def make_room(self, busy: Collection[Run]) -> None:
+        """Let idle runs leave: those that were not used for longest. None of these does, which are in the midst of a pass."""
         for run in list(self._at_home)[:-1]:
             if not self._is_full():
                 break
-            if not run.commands and run.state is not None:
+            if not run.commands and run not in busy and run.state is not None:
                 run.state.to(HOST)
                 del self._at_home[run]
         for run in list(self._here)[: max(0, len(self._here) - self._in_memory)]:
-            if not run.commands and not self._leaves(run):
+            if not run.commands and run not in busy and not self._leaves(run):
                 return
 
     def _is_full(self) -> bool:

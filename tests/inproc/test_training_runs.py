@@ -159,6 +159,31 @@ def test_a_large_pass_lets_others_by() -> None:
             torch.testing.assert_close(one, other)
 
 
+def test_large_passes_of_two_tenants_are_computed_in_turn() -> None:
+    """Nobody waits for all of another's batch, however large the own one is; and sums are those of each alone."""
+    data = [Datum(list(range(n, n + 8)), list(range(n + 1, n + 9))) for n in range(80)]
+    with Engine(tiny_llama(), max_tokens=64) as engine:
+        eve, bob = engine.create(lora(), seed=1, tenant="eve"), engine.create(lora(), seed=2, tenant="bob")
+        compute, parts, done = engine._model.compute, list[Any](), dict[str, int]()
+
+        def computed(works: Any) -> None:
+            compute(works)
+            parts.append(works[0].adapter)
+            if len(parts) == 1:
+                second = bob.forward_backward(data[:24])
+                second.add_done_callback(lambda _: done.update(bob=len(parts)))
+
+        engine._model.compute = computed  # type: ignore[method-assign]
+        eve.forward_backward(data).result(60)
+        assert len(parts) == 13 and done["bob"] <= 7, (len(parts), done)
+        engine._model.compute = compute  # type: ignore[method-assign]
+        for seed, run, given in ((1, eve, data), (2, bob, data[:24])):
+            alone = engine.create(lora(), seed=seed)
+            alone.forward_backward(given).result(60)
+            for one, other in zip(gradients(run), gradients(alone), strict=True):
+                torch.testing.assert_close(one, other)
+
+
 def test_calls_of_one_do_not_keep_others_from_passes() -> None:
     with Engine(tiny_llama()) as engine:
         flooding, other = engine.create(lora(), tenant="eve"), engine.create(lora(), tenant="bob")

@@ -31,6 +31,14 @@ def flood(queue: CommandQueue, run: Asker, count: int, tokens: int = 10) -> None
         queue.add(run, Asked(tokens))
 
 
+def passed(queue: CommandQueue, most: int) -> list[tuple[Asker, Asked]]:
+    """Take passes, and have them done."""
+    taken = queue.passes(most)
+    queue.computed(taken, 1.0)
+    queue.done([run for run, _ in taken])
+    return taken
+
+
 def test_tenants_share_however_many_runs_each_has() -> None:
     queue = CommandQueue(1000)
     many, one = [Asker(f"m{n}", "many") for n in range(9)], Asker("o", "one")
@@ -38,7 +46,7 @@ def test_tenants_share_however_many_runs_each_has() -> None:
         flood(queue, run, 100)
     had = Counter[str]()
     for _ in range(40):
-        for run, command in queue.passes(20):
+        for run, command in passed(queue, 20):
             had[run.tenant] += command.tokens
     assert abs(had["many"] - had["one"]) <= 20
 
@@ -50,7 +58,7 @@ def test_runs_of_a_tenant_share() -> None:
     flood(queue, short, 500, tokens=10)
     had = Counter[str]()
     for _ in range(60):
-        for run, command in queue.passes(100):
+        for run, command in passed(queue, 100):
             had[run.name] += command.tokens
     assert abs(had["long"] - had["short"]) <= 200
 
@@ -60,21 +68,83 @@ def test_who_comes_back_has_saved_up_nothing() -> None:
     old, new = Asker("old", "old"), Asker("new", "new")
     flood(queue, old, 100)
     for _ in range(50):
-        queue.passes(10)
+        passed(queue, 10)
     flood(queue, new, 100)
-    had = Counter(run.tenant for _ in range(20) for run, _ in queue.passes(10))
+    had = Counter(run.tenant for _ in range(20) for run, _ in passed(queue, 10))
     assert had == {"old": 10, "new": 10}
 
 
-def test_beside_a_run_in_the_midst_of_a_pass_others_compute_what_is_small() -> None:
+def test_who_comes_while_nobody_waits_has_saved_up_nothing() -> None:
+    """The one before has had much, and is not there at the moment."""
     queue = CommandQueue(1000)
-    busy, small, large = (Asker(name, name) for name in ("busy", "small", "large"))
-    for run, tokens in ((busy, 10), (small, 10), (large, 60)):
-        flood(queue, run, 2, tokens)
-    assert [run for run, _ in queue.passes(50, [busy], largest=50)] == [small, small]
-    assert not queue.passes(50, [busy], largest=50) and len(busy.commands) == 2 == len(large.commands)
-    queue.add(small, Asked(is_pass=False))
-    assert queue.calls([busy]) == [small] and not queue.calls([small])
+    old, new = Asker("old", "old"), Asker("new", "new")
+    flood(queue, old, 100)
+    for _ in range(100):
+        passed(queue, 10)
+    flood(queue, new, 100)
+    flood(queue, old, 100)
+    had = Counter(run.tenant for _ in range(20) for run, _ in passed(queue, 10))
+    assert abs(had["old"] - had["new"]) <= 2
+
+
+@dataclass
+class Part:
+    """A pass of which this many parts are left."""
+
+    taken: list[tuple[Asker, Asked]]
+    left: int
+
+
+def computed(queue: CommandQueue, part: int, open: dict[str, Part]) -> str:
+    """Compute what comes next, in parts of so many tokens; return whose it was."""
+    if taken := queue.passes(part):
+        run = taken[0][0]
+        tokens = sum(command.tokens for _, command in taken)
+        open[run.name] = Part(taken, max(1, tokens // part))
+    else:
+        run = queue.goes_on()
+    at, all_parts = open[run.name], max(1, sum(command.tokens for _, command in open[run.name].taken) // part)
+    queue.computed(at.taken, 1 / all_parts)
+    at.left -= 1
+    if not at.left:
+        queue.done([each for each, _ in open.pop(run.name).taken])
+    return run.tenant
+
+
+def test_large_passes_of_several_tenants_go_on_in_turn() -> None:
+    queue, open = CommandQueue(1000), dict[str, Part]()
+    eve, bob = Asker("e", "eve"), Asker("b", "bob")
+    flood(queue, eve, 5, tokens=1000)
+    order = [computed(queue, 10, open) for _ in range(7)]
+    flood(queue, bob, 1, tokens=60)
+    order += [computed(queue, 10, open) for _ in range(12)]
+    assert order[:8] == ["eve"] * 7 + ["bob"] and order[7:].count("bob") == 6
+    assert not queue.open - {eve}
+
+
+def test_a_tenant_has_one_large_pass_at_a_time_and_small_ones_beside_it() -> None:
+    queue, open = CommandQueue(1000), dict[str, Part]()
+    large = [Asker(f"l{n}", "eve") for n in range(5)]
+    for run in large:
+        flood(queue, run, 1, tokens=100)
+    small = Asker("s", "eve")
+    for _ in range(4):
+        computed(queue, 10, open)
+    flood(queue, small, 1)
+    assert len(queue.open) == 1
+    computed(queue, 10, open)
+    assert len(queue.open) == 1 and not small.commands
+
+
+def test_a_run_in_the_midst_of_a_pass_has_nothing_else_done() -> None:
+    queue = CommandQueue(1000)
+    busy, other = Asker("busy", "busy"), Asker("other", "other")
+    flood(queue, busy, 2, tokens=100)
+    assert [run for run, _ in queue.passes(50)] == [busy]
+    queue.add(busy, Asked(is_pass=False))
+    queue.add(other, Asked(is_pass=False))
+    assert queue.calls() == [other]
+    assert not queue.passes(50) and queue.goes_on() is busy and len(busy.commands) == 2
 
 
 def test_a_pass_that_does_not_fit_lets_others_by_and_is_next() -> None:
@@ -83,8 +153,8 @@ def test_a_pass_that_does_not_fit_lets_others_by_and_is_next() -> None:
     flood(queue, small, 1)
     flood(queue, large, 1, tokens=100)
     flood(queue, small, 3)
-    assert [run.name for run, _ in queue.passes(50)] == ["small"] * 4
-    assert [run.name for run, _ in queue.passes(50)] == ["large"]
+    assert [run.name for run, _ in passed(queue, 50)] == ["small"] * 4
+    assert [run.name for run, _ in passed(queue, 50)] == ["large"]
     assert not queue
 
 
@@ -101,7 +171,7 @@ def test_each_is_done_once_and_in_the_order_of_its_run(asked: list[tuple[int, in
         if calls := queue.calls():
             done[calls[0].name].append(queue.take(calls[0]))
             continue
-        taken = queue.passes(most)
+        taken = passed(queue, most)
         assert taken and (len(taken) == 1 or sum(command.tokens for _, command in taken) <= most)
         for run, command in taken:
             done[run.name].append(command)
