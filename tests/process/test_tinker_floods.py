@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from tests.serving_api import Api, http_process
 if importlib.util.find_spec("tinker") is None:
     pytest.skip("needs the package tinker, for its descriptor", allow_module_level=True)
 
-from symbiosis.server.tinker import disk_shares, tenant_runs, tinker_service, wire
+from symbiosis.server.tinker import disk_shares, samplers, tenant_runs, tinker_service, tinker_sessions, wire
+from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.tinker_messages import TinkerRefusal
 from tests.process.test_tinker import KEYS, Client, datum, error_of, served
 
@@ -154,6 +156,60 @@ def test_a_tenant_does_not_fill_the_disk(api: Api, monkeypatch: pytest.MonkeyPat
         path = each["tinker_path"].removeprefix("tinker://").replace("/", "/checkpoints/", 1)
         assert bob.get(f"training_runs/{path}", "DELETE").status_code == 204
     assert bob.trained(run, 6).metrics["loss:sum"] > 0
+
+
+@pytest.fixture
+def two_servers(tmp_path: Path) -> Iterator[list[tinker_service.TrainingService]]:
+    """The services of two servers of a cluster."""
+    with ExitStack() as stack:
+        executor = stack.enter_context(symbiosis.Executor("demo"))
+        engine = stack.enter_context(Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25, name="demo"))
+        services = []
+        for name in ("one", "two"):
+            runs = tinker_service.runs_folder(tmp_path, name)
+            trainer = stack.enter_context(symbiosis.training.Engine(executor.endpoint, state=runs))
+            services.append(
+                tinker_service.TrainingService(engine, trainer, tmp_path, "demo", str(DEMO_MODEL), server=name)
+            )
+            stack.callback(services[-1].close)
+        yield services
+
+
+def test_limits_of_a_key_are_those_of_all_servers_together(
+    two_servers: list[tinker_service.TrainingService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, limit in ((tinker_sessions, "SESSIONS"), (tenant_runs, "RUNS"), (samplers, "SAMPLERS")):
+        monkeypatch.setattr(module, limit, 3)
+    one, two = two_servers
+
+    def sessions(service: tinker_service.TrainingService, tenant: str, count: int) -> list[str]:
+        return [service.ask(tenant, m.CreateSession())["session_id"] for _ in range(count)]
+
+    def run(service: tinker_service.TrainingService, session: str, number: int) -> None:
+        lora = m.LoraSettings(rank=4, seed=0)
+        asked = m.CreateModel(session_id=session, model_seq_id=number, base_model="demo", lora_config=lora)
+        promise = service.ask("anna", asked)
+        assert not service.ask("anna", m.Retrieve(request_id=promise.request_id)).result(60).error
+
+    def sampler(service: tinker_service.TrainingService, session: str, number: int) -> None:
+        asked = m.CreateSampler(session_id=session, sampling_session_seq_id=number, base_model="demo")
+        service.ask("anna", asked)
+
+    first, second = sessions(one, "anna", 2), sessions(two, "anna", 1)
+    for service in two_servers:
+        with pytest.raises(TinkerRefusal, match="3 sessions") as refused:
+            sessions(service, "anna", 1)
+        assert refused.value.status == 429 and sessions(service, "bob", 1)
+    for make, what in ((run, "3 runs"), (sampler, "3 samplers")):
+        make(one, first[0], 0), make(one, first[1], 0), make(two, second[0], 0)
+        for service, session in ((one, first[0]), (two, second[0])):
+            with pytest.raises(TinkerRefusal, match=what) as refused:
+                make(service, session, 1)
+            assert refused.value.status == 429
+    kept = {service: {each.name for each in service._folders_of("anna")} for service in two_servers}
+    assert kept[one] == kept[two] >= {*first, *second, f"{second[0]}:train:0"}
+    one.ask("anna", m.FinishSession(session_id=first[0]))
+    run(two, second[0], 2)
 
 
 def test_many_runs_of_one_do_not_keep_another_from_its_own(api: Api) -> None:

@@ -166,7 +166,8 @@ class Samplers:
         return private_name(sampler.tenant, sampler.id if sampler.kind == "snapshot" else f"{sampler.run}:inflight")
 
     def _add(self, session: TinkerSession, sampler: Sampler) -> None:
-        if sum(each.tenant == sampler.tenant for each in list(self._samplers.values())) >= SAMPLERS:
+        here = sum(each.tenant == sampler.tenant for each in list(self._samplers.values()))
+        if here + self._sessions.elsewhere.count(sampler.tenant, f"*{SUFFIX}") >= SAMPLERS:
             raise TinkerRefusal(f"this key has {SAMPLERS} samplers: finish some of its sessions", 429)
         write_facts(session.folder / f"{sampler.id.rpartition(':')[2]}{SUFFIX}", sampler)
         with self._lock:

@@ -163,11 +163,12 @@ class TenantRuns:
         id = f"{session.id}:train:{number}"
         promise = m.Promise(request_id=f"{id}/0", model_id=id)
         self._shares.take(tenant, RUN_BYTES)
+        elsewhere = self._sessions.elsewhere.count(tenant, f"*{REQUESTS}")
         with self._lock:
             if (known := self._runs.get(id)) is not None:
                 known.requests.put(0, asked)  # which must be the same
                 return promise
-            if sum(each.tenant == tenant for each in self._runs.values()) >= RUNS:
+            if elsewhere + sum(each.tenant == tenant for each in self._runs.values()) >= RUNS:
                 raise TinkerRefusal(f"this key has {RUNS} runs: finish some of its sessions", 429)
             requests = RequestFolder(session.folder / f"{number}{REQUESTS}")
             run = self._runs[id] = TenantRun(id, tenant, facts, requests)

@@ -80,10 +80,11 @@ class TrainingService:
                 self._samplers.forget_checkpoint(gone)
 
     def _folders_of(self, tenant: str) -> list[Path]:
-        """Return what a tenant has on the disk: its runs, what the trainer keeps of those, and its sessions."""
-        runs = self.checkpoints.folders(tenant)
-        kept = [self._state / RUNS / each.id for each in self.runs if each.tenant == tenant]
-        return [*runs, *kept, *(each.folder for each in self._sessions if each.tenant == tenant)]
+        """Return what a tenant has on the disk, at other servers, too: its checkpoints, its sessions, and what trainers keep of the runs of those."""
+        here = [each.folder for each in self._sessions if each.tenant == tenant]
+        sessions = [*here, *self._sessions.elsewhere.of(tenant)]
+        kept = [run for each in sessions for run in (each.parent.parent / RUNS).glob(f"{each.name}:train:*")]
+        return [*self.checkpoints.folders(tenant), *sessions, *kept]
 
     def _forget(self, session: TinkerSession, why: str) -> None:
         self.runs.forget_session(session, why)

@@ -45,6 +45,41 @@ class TinkerSession:
         return self.facts.tenant
 
 
+class SessionsElsewhere:
+    """The sessions of the other servers of a cluster, as the folder tells that all of them share: limits of a key are those of the cluster.
+
+    Args:
+        folder: That of this server's sessions, in a folder of its own beside those of the others.
+        server: The name of this server; None: it is alone.
+
+    >>> SessionsElsewhere(Path("/nowhere/sessions"), None).of("anna")
+    []
+    """
+
+    def __init__(self, folder: Path, server: str | None) -> None:
+        self._server, self._name, self._servers = server, folder.name, folder.parent.parent
+        self._tenants: dict[Path, str] = {}  # of sessions: each is read once
+
+    def of(self, tenant: str) -> list[Path]:
+        """Return the folders of a tenant's sessions there."""
+        if self._server is None:
+            return []
+        known, found = self._tenants, dict[Path, str]()
+        for folder in self._servers.glob(f"*/{self._name}/*"):
+            if folder.parts[-3] == self._server:
+                continue
+            if folder in known:
+                found[folder] = known[folder]
+            elif (facts := read_facts(folder / FACTS, SessionFacts)) is not None:
+                found[folder] = facts.tenant
+        self._tenants = found
+        return [folder for folder, whose in found.items() if whose == tenant]
+
+    def count(self, tenant: str, pattern: str) -> int:
+        """Return how many files or folders of such names a tenant's sessions have there."""
+        return sum(1 for folder in self.of(tenant) for _ in folder.glob(pattern))
+
+
 class TinkerSessions:
     """The sessions of all tenants.
 
@@ -58,6 +93,7 @@ class TinkerSessions:
         self, folder: Path, when_over: Callable[[TinkerSession, str], object], server: str | None = None
     ) -> None:
         self.folder, self._when_over, self._server = folder, when_over, server
+        self.elsewhere = SessionsElsewhere(folder, server)
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._sessions: dict[str, TinkerSession] = {}
@@ -81,7 +117,8 @@ class TinkerSessions:
         with self._lock:
             if asked.session_id is not None and self._is_there(tenant, asked.session_id):
                 return {"type": "create_session", "session_id": asked.session_id, "warning_message": WARNING}
-            if sum(each.tenant == tenant for each in self._sessions.values()) >= SESSIONS:
+            here = sum(each.tenant == tenant for each in self._sessions.values())
+            if here + len(self.elsewhere.of(tenant)) >= SESSIONS:
                 raise TinkerRefusal(f"this key has {SESSIONS} sessions: finish some", 429)
             id = asked.session_id or new_session_id(self._server)
             folder = self.folder / id
