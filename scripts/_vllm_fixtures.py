@@ -22,9 +22,8 @@ TAKEN = {
     "--tool-call-parser": "--tool-parser",
 }
 PARSERS = {"hermes", "llama3_json", "mistral", "pythonic"}
-ENDLESS = (
-    "completion/test_completion.py",
-)  # whose texts have as many tokens as they may: the model stops sooner than theirs
+# whose texts have as many tokens as they may: the model stops sooner than theirs
+ENDLESS = ("completion/test_completion.py", "test_return_token_ids.py")
 refused: list[tuple[int, Any]] = []  # of the present test
 calls: list[str] = []
 
@@ -34,9 +33,13 @@ class RemoteOpenAIServer:
 
     DUMMY_API_KEY = "token-abc123"
 
-    def __init__(self, model: str, vllm_serve_args: list[str], **_: Any) -> None:
+    def __init__(
+        self, model: str, vllm_serve_args: list[str], env_dict: dict[str, str] | None = None, **_: Any
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         options, length = self._options([str(each) for each in vllm_serve_args])
+        if env_dict and env_dict.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            options += ["--adapters", os.environ["COMPAT_ADAPTERS"]]
         names = [] if "--served-model-name" in options else ["--served-model-name", model]
         checkpoint = self._checkpoint(length)
         words = [PYTHON, "-P", "-m", "symbiosis", "serve", checkpoint, "--port", "0", "--memory", "768MiB"]
@@ -130,10 +133,10 @@ def stand_in() -> None:
     from transformers import AutoTokenizer
 
     def tokenizer(*_: Any, **__: Any) -> Any:
-        return AutoTokenizer.from_pretrained(MODEL)
+        return AutoTokenizer.from_pretrained(MODEL, chat_template=Path(os.environ["COMPAT_TEMPLATE"]).read_text())
 
-    def snapshot(_: Any = None, repo_id: str = "", **__: Any) -> str:
-        return ADAPTER if "lora" in repo_id.lower() else MODEL
+    def snapshot(*_: Any, **__: Any) -> str:  # the hub is asked for adapters alone
+        return ADAPTER
 
     vllm.tokenizers.get_tokenizer = tokenizer
     huggingface_hub.HfApi.snapshot_download = snapshot

@@ -22,7 +22,7 @@ from typing import Any
 
 from _processes import progress, server
 from _programs import LM_EVAL, Place, write_data
-from compat_programs import Environment, checkpoints, installed
+from compat_programs import Environment, checkpoints, installed, with_model
 
 from symbiosis.base.reporting import Report, print_table
 
@@ -39,11 +39,13 @@ PACKAGES = {
 }
 CLOSE = 1e-3  # log probabilities, relative
 TEMPLATE = (  # ChatML with tools, as hermes and Qwen write them
-    "{% if tools %}<|im_start|>system\nYou may call functions within <tools></tools>:\n<tools>{% for tool in tools %}\n{{ tool | tojson }}"
+    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+    "You may call functions within <tools></tools>:\n<tools>{% for tool in tools %}\n{{ tool | tojson }}"
     '{% endfor %}\n</tools>\nFor a call write <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>.<|im_end|>\n{% endif %}'
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content %}{{ message.content }}{% endif %}"
+    "{% for message in messages %}{% if not (tools and loop.first and message.role == 'system') %}"
+    "<|im_start|>{{ message.role }}\n{% if message.content %}{{ message.content }}{% endif %}"
     "{% for call in message.tool_calls or [] %}\n<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}'
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}'
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -182,13 +184,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.cache.mkdir(parents=True, exist_ok=True)
     report, rows = Report("compat_clients"), []
-    tool = installed("lm_eval", LM_EVAL, options.cache)
-    model, _ = checkpoints(tool, options.cache)
+    model, _ = checkpoints(with_model(options.cache), options.cache)
     with tempfile.TemporaryDirectory() as folder, served(model, Path(folder)) as url:
         for name in options.only:
             progress(name)
             if name == "lm_eval":
-                found = evaluated(tool, model, Path(folder), url)
+                found = evaluated(installed("lm_eval", LM_EVAL, options.cache), model, Path(folder), url)
             elif name == "schemathesis":
                 found = described(environment(name, options.cache), Path(folder))
             else:

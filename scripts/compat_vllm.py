@@ -12,7 +12,6 @@ fails for the reason given there; all others are wrong, and there may be none.
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -27,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from _processes import progress
-from _programs import LM_EVAL
 from compat_clients import TEMPLATE
-from compat_programs import Environment, checkpoints, installed
+from compat_programs import Environment, borrow, checkpoints, with_model
 
 from symbiosis.base.procs import python
 from symbiosis.base.reporting import Report, print_table
@@ -40,6 +38,7 @@ NEEDS = (  # of what vLLM's requirements name, what these tests come to import
     "aiohttp", "cachetools", "cbor2", "cloudpickle", "fastapi", "oss-harmony", "pillow", "py-cpuinfo", "pybase64", "regex", "uvloop",
     "pytest", "pytest-asyncio", "pytest-timeout", "jsonschema", "tblib", "requests", "openai", "httpx",
 )  # fmt: skip
+ALONE = ("xgrammar==0.2.8", "apache-tvm-ffi", "partial-json-parser")  # without torch, which they have from here
 FOLDER = "tests/entrypoints"
 FILES = (  # that are of a served model of text
     "openai/completion/test_completion.py", "openai/completion/test_prompt_validation.py",
@@ -50,13 +49,17 @@ FILES = (  # that are of a served model of text
     "openai/test_return_tokens_as_ids.py", "serve/tokenize/test_tokenization.py", "serve/lora/test_lora_adapters.py",
     "pooling/embed/test_online.py", "pooling/scoring/test_bi_encoder_online.py", "pooling/basic/test_truncation.py",
 )  # fmt: skip
-SAYS_SO = re.compile(
-    r"unrecognized request argument|is not supported|no such path|reads no|shows no|has no classification head|makes none|only"
+SAYS_SO = re.compile(  # what a refusal says of the field or feature that it names
+    r"unrecognized request argument: (?P<field>\S+)|^(?P<value>[\w.]+) is not supported|^\w+ (?P<path>/\S*): no such path"
+    r"|chat template (?:reads|shows) no '?(?P<template>\w+)|^model has no (?P<head>classification head)"
+    r"|this server reads no (?P<media>images or sound)"
+    r"|^(?P<dimensions>dimensions) must be \d+: the model was not trained for shorter vectors"
 )
 DIFFERENT = {
     "openai/completion/test_completion.py::test_completion_stream_options": "continuous_usage_stats without include_usage asks for nothing, and is refused",
 }
-LIMIT_S = 3600.0
+NO_SERVER = "'symbiosis', 'serve'"  # in what a fixture says whose server has not started
+LIMIT_S = 1200.0  # of a file
 
 
 def sdist(cache: Path) -> Path:
@@ -93,10 +96,9 @@ def environment(cache: Path) -> Environment:
     """What vLLM's Python and its tests import: torch and transformers are those of this environment."""
 
     def fill(made: Environment) -> None:
-        ours = Path(importlib.util.find_spec("torch").origin).parent.parent  # type: ignore[union-attr, arg-type]
-        (packages,) = made.folder.glob("lib/python*/site-packages")
-        (packages / "ours.pth").write_text(f"{ours}\n")
+        borrow(made)
         made.pip(*NEEDS)
+        made.pip("--no-deps", *ALONE)
 
     return Environment.filled(cache / f"vllm-{VERSION}-tests", "what vLLM's tests import", fill)
 
@@ -114,9 +116,9 @@ model.save_pretrained(sys.argv[2])
 """
 
 
-def adapter(tool: Environment, model: Path, cache: Path) -> Path:
-    """A LoRA for the model, with random numbers."""
-    folder = cache / "smollm2-lora"
+def adapter(tool: Environment, model: Path, folder: Path) -> Path:
+    """A LoRA for the model, with random numbers. In this folder it is not listed, and may be loaded."""
+    folder = folder / "made" / "smollm2-lora"
     if not folder.exists():
         subprocess.run([tool.python, "-c", MAKE, str(model), str(folder)], check=True)
     return folder
@@ -135,19 +137,33 @@ def run(vllm: Environment, folder: Path, files: Sequence[str], **paths: Path) ->
         "VLLM_TARGET_DEVICE": "cpu",
     }
     words = [vllm.python, "-m", "pytest", "-q", "-rN", "--tb=short", "-p", "no:cacheprovider", "--timeout", "300"]
+    words += ["--basetemp", str(paths["adapters"] / "tests")]  # where tests change adapters, and load them
     for file in files:
         progress(file)
         given = [*words, "--asyncio-mode=auto", f"{FOLDER}/{file}"]
-        done = subprocess.run(
-            given, cwd=folder, env={**os.environ, **quiet, **own}, text=True, capture_output=True, timeout=LIMIT_S
-        )
-        if done.returncode not in (0, 1):
-            print(done.stdout[-3000:] + done.stderr[-2000:], file=sys.stderr)
-            why = done.stdout[-1500:]
+        try:
+            done = subprocess.run(
+                given, cwd=folder, env={**os.environ, **quiet, **own}, text=True, capture_output=True, timeout=LIMIT_S
+            )
+            why = "" if done.returncode in (0, 1) else done.stdout[-1500:] + done.stderr[-1500:]
+        except subprocess.TimeoutExpired:
+            why = f"not done within {LIMIT_S:g} s"
+        if why:
+            print(why, file=sys.stderr)
             failed = {"test": f"{FOLDER}/{file}", "outcome": "failed", "refused": [], "calls": 1, "why": why}
             with results.open("a") as told:
                 told.write(json.dumps(failed) + "\n")
     return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def named(error: Any) -> str | None:
+    """Return the field or feature that an error says there is not; None if it says something else.
+
+    >>> named({"message": "suffix is not supported, but for \\"\\": the model completes at the end only"}), named("at most one only")
+    ('suffix', None)
+    """
+    found = SAYS_SO.search(error.get("message", "") if isinstance(error, dict) else str(error))
+    return None if found is None else found[found.lastgroup or 0]
 
 
 def verdict(told: dict[str, Any]) -> tuple[str, str]:
@@ -155,17 +171,14 @@ def verdict(told: dict[str, Any]) -> tuple[str, str]:
     name = told["test"].removeprefix(f"{FOLDER}/")
     if told["outcome"] == "passed":
         return ("passed", "") if told["calls"] else ("of vLLM itself", "")
-    if told["outcome"] == "skipped" or not told["calls"]:
+    if told["outcome"] == "skipped" or not (told["calls"] or NO_SERVER in told["why"]):
         return "of vLLM itself", ""
     for part, why in DIFFERENT.items():
         if name.startswith(part):
             return "different", why
-    for status, error in reversed(told["refused"]):
-        message, param = (
-            (error.get("message", ""), error.get("param")) if isinstance(error, dict) else (str(error), None)
-        )
-        if SAYS_SO.search(message):
-            return "refused", str(param or message)[:80] if status != 404 else message[:80]
+    for _, error in reversed(told["refused"]):
+        if (what := named(error)) is not None:
+            return "refused", what
     return "wrong", told["why"].splitlines()[-1][:160] if told["why"] else ""
 
 
@@ -178,11 +191,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.cache.mkdir(parents=True, exist_ok=True)
     files = [each for each in FILES if not options.only or any(each.endswith(end) for end in options.only)]
     folder = source(options.sdist or sdist(options.cache), options.cache)
-    vllm, tool = environment(options.cache), installed("lm_eval", LM_EVAL, options.cache)
+    vllm, tool = environment(options.cache), with_model(options.cache)
     model, _ = checkpoints(tool, options.cache)
     template = options.cache / "tools.jinja"
     template.write_text(TEMPLATE)
-    found = run(vllm, folder, files, model=model, adapter=adapter(tool, model, options.cache), template=template)
+    adapters = options.cache / "vllm-adapters"
+    lora = adapter(tool, model, adapters)
+    found = run(vllm, folder, files, model=model, adapter=lora, adapters=adapters, template=template)
     verdicts = [(*verdict(told), told["test"].removeprefix(f"{FOLDER}/")) for told in found]
     print_table(
         ("verdict", "why", "test"), sorted(each for each in verdicts if each[0] not in ("passed", "of vLLM itself"))

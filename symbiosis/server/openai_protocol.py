@@ -220,6 +220,7 @@ class ChatBody(Body, kw_only=True):
 NULL = msgspec.Raw(b"null")
 MOST_VALUES = 1 << 22
 LITTLE = 1024  # bytes of a field of which anything may be made
+TOLD = 8  # of what is wrong, in a message
 SHORT = 1 << 18  # bytes of fields that hold few short texts, however these are written
 MOST = {  # what fields hold at most: it is counted before anything is made of them
     "stop": Most(COUNTS["stop"], 1, COUNTS["stop"], SHORT),
@@ -459,7 +460,7 @@ def sampling_of(
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
-    for name in given:
-        if not re.fullmatch(r"\d{1,9}", name):
-            raise wrong(f"logit_bias: its keys are tokens by number, not {name[:50]!r}", "logit_bias")
+    if others := [name[:50] for name in given if not re.fullmatch(r"\d{1,9}", name)]:
+        told = ", ".join(map(repr, others[:TOLD]))
+        raise wrong(f"logit_bias: its keys are tokens by number, not {told}", "logit_bias")
     return {int(name): value for name, value in given.items()}

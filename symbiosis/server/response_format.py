@@ -22,6 +22,11 @@ Fields = dict[str, Any]
 _tokens, _token = msgspec.msgpack.Decoder(tuple[msgspec.Raw, ...]), msgspec.msgpack.Decoder(Token)
 
 
+# what a whole answer has as null where it was not asked for, as vLLM's: of a completion in each choice, of a chat beside them
+NOT_ASKED: Fields = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
+NOT_ASKED_OF_CHAT: Fields = {"prompt_token_ids": None, "prompt_logprobs": None}
+
+
 @dataclass(eq=False)
 class Words:
     """What both kinds of completions have in common.
@@ -127,10 +132,11 @@ class ChatWords(Words):
         message: Fields = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": joined_calls(calls)}
-        return {"index": delta.choice, "message": message, **self._ending(delta)}
+        return {"index": delta.choice, "message": message, "token_ids": None, **self._ending(delta)}
 
     def beside(self, first: Delta) -> Fields:
-        return {} if self.prompt_tops is None else {"prompt_logprobs": self._told_prompt(self.prompt, first)}
+        told = {"prompt_logprobs": None} if self.of_whole else dict(NOT_ASKED_OF_CHAT)
+        return told if self.prompt_tops is None else told | {"prompt_logprobs": self._told_prompt(self.prompt, first)}
 
     def part(self, delta: Delta) -> Fields:
         text, calls = self.read(delta)
@@ -265,7 +271,7 @@ class CompletionWords(Words):
     def choice(self, delta: Delta) -> Fields:
         told = self.part(delta)
         asked, prompt = self.prompt_tops is not None, self.prompts[delta.choice // self.completions]
-        return {**told, "prompt_logprobs": self._told_prompt(prompt, delta) if asked else None}
+        return {**NOT_ASKED, **told, "prompt_logprobs": self._told_prompt(prompt, delta) if asked else None}
 
     def part(self, delta: Delta) -> Fields:
         index, text = delta.choice, delta.text

@@ -13,7 +13,6 @@ from symbiosis.server.body_readers import takes
 from symbiosis.server.openai_protocol import refused
 from symbiosis.server.serving_state import ServingState
 from symbiosis.server.tools import Tool
-from symbiosis.serving.engine.detokenize import text_of
 from symbiosis.serving.engine.limits import Unfit, check_count, check_tokens
 
 
@@ -44,7 +43,7 @@ async def tokenize(front: ServingState, request: Request, tenant: Tenant, body: 
         raise wrong("give a prompt or messages", "prompt")
     tokens = await front.made(request, tenant, size, 1, lambda: _tokens(front, body))
     told = {"count": len(tokens), "max_model_len": front.remote.welcome.longest, "tokens": tokens}
-    texts = [text_of(front.tokenizer, token) for token in tokens] if body.return_token_strs else None
+    texts = front.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     return json_response({**told, "token_strs": texts})
 
 

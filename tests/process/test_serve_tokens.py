@@ -31,7 +31,7 @@ def asked(api: Api, path: str, **fields: Any) -> Any:
 def test_texts_and_chats_are_tokenized_and_back(api: Api) -> None:
     told = asked(api, "/tokenize", model="demo", prompt="né", return_token_strs=True).json()
     assert told["count"] == len(told["tokens"]) == len(told["token_strs"]) == 3 and told["max_model_len"] == 512
-    assert told["token_strs"][0] == "n"
+    assert told["token_strs"] == api.engine.tokenizer.convert_ids_to_tokens(told["tokens"])
     assert asked(api, "/detokenize", model="demo", tokens=told["tokens"]).json() == {"prompt": "né"}
     chat = asked(api, "/tokenize", messages=CHAT).json()
     answer = api.client.chat.completions.create(model="demo", messages=CHAT, max_tokens=1)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from symbiosis.server.response_format import joined_calls
+from symbiosis.server.response_format import NOT_ASKED, NOT_ASKED_OF_CHAT, joined_calls
 
 
 class _Part(msgspec.Struct):
@@ -82,7 +82,10 @@ class JoinedAnswer:
         yield msgspec.json.encode(self._head)[:-1] + b',"choices":['
         for index, choice in enumerate(self._choices):
             yield b"," * (index > 0) + msgspec.json.encode(self._shown(index, choice))
-        yield b'],"usage":' + self._usage + b"}"
+        yield b'],"usage":' + self._usage
+        if self._is_chat:
+            yield b"," + msgspec.json.encode(NOT_ASKED_OF_CHAT)[1:-1]
+        yield b"}"
 
     def _shown(self, index: int, choice: _Choice) -> dict[str, Any]:
         text, ending = "".join(choice.texts), {"logprobs": choice.shown(), "finish_reason": choice.finish}
@@ -90,6 +93,6 @@ class JoinedAnswer:
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
             if choice.calls:
                 message |= {"content": text or None, "tool_calls": joined_calls(choice.calls)}
-            return {"index": index, "message": message, **ending}
-        # who asks for log probabilities of prompts is answered by one server
-        return {"index": index, "text": text, **ending, "prompt_logprobs": None}
+            return {"index": index, "message": message, "token_ids": None, **ending}
+        # who asks for tokens by number, or log probabilities of prompts, is answered by one server
+        return {"index": index, "text": text, **ending, **NOT_ASKED}
