@@ -38,8 +38,14 @@ class RemoteOpenAIServer:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         options, length = self._options([str(each) for each in vllm_serve_args])
-        if env_dict and env_dict.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        env = env_dict or {}
+        if env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
             options += ["--adapters", os.environ["COMPAT_ADAPTERS"]]
+        if key := env.get("VLLM_API_KEY"):
+            keys = Path(self._folder.name, "keys")
+            keys.touch(0o600)
+            keys.write_text(f"tests {key} admin\n")
+            options += ["--api-keys", str(keys)]
         names = [] if "--served-model-name" in options else ["--served-model-name", model]
         checkpoint = self._checkpoint(length)
         words = [PYTHON, "-P", "-m", "symbiosis", "serve", checkpoint, "--port", "0", "--memory", "768MiB"]
