@@ -21,12 +21,13 @@ demo: setup
 
 # One test for each promise and transport, of what needs no GPU; tests that measure time come last, one by one. What fails beside others is
 # tried once more by itself, and has failed if it fails again: some tests wait for threads and processes, which a busy machine may hold up.
-# Where Python may not write bytecode, each process would compile all again, so that is done first.
+# Where Python may not write bytecode, each process would compile all again, so that is done first; and each worker would rewrite all asserts,
+# so that figures of failed ones are shown where they are tried again: here, the values of names are.
 test: MARKED = $(CPU) and not full
 test-all: MARKED = $(CPU)
 test test-all: setup
 	$(VENV)/bin/python -m compileall -q symbiosis tests scripts
-	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(MARKED) and not alone" $(LONGEST_FIRST) || { test $$? = 1 && $(PYTEST) -m "$(MARKED) and not alone" --last-failed; }
+	$(PYTEST) --assert=plain --showlocals -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(MARKED) and not alone" $(LONGEST_FIRST) || { test $$? = 1 && $(PYTEST) -m "$(MARKED) and not alone" --last-failed; }
 	$(PYTEST) -m "$(MARKED) and alone" $(ALONE) || { test $$? = 1 && $(PYTEST) -m "$(MARKED) and alone" --last-failed $(ALONE); }
 
 # The same tests in an environment of the lowest releases that pyproject.toml allows, before a release, as test-all is run with the newest.
