@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(folder: Path) -> Iterator[Running]:
     shutil.copytree(DEMO_MODEL / "adapters", folder / "adapters")
     write_secret(folder / "keys", "alice alice-key-1 admin\nbob bob-key-22 requests=1\n")
-    with cluster_at(folder, FILE.format(folder=folder)) as found:
+    with cluster_at(folder, FILE.format(folder=folder), forked=True) as found:
         yield found
 
 
@@ -543,6 +543,15 @@ def test_nothing_is_left_when_it_has_ended(running: Running) -> None:
     assert command("down").returncode == 0
     assert running.process.wait(60) == 0
     assert not alive(pids)
+
+
+def test_processes_that_import_for_themselves_are_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As a user's do: those above are forked from one that has imported everything."""
+    with cluster_at(tmp_path_factory.mktemp("imports"), "port: 0\nmodels: {demo: {servers: 1}}") as found:
+        answer = ask(client(found.url), max_tokens=8, extra_body={"ignore_eos": True})
+        assert answer.usage.completion_tokens == 8
+        pids = [each.pid for each in found.told.members]
+    assert len(pids) == 3 and not alive(pids)
 
 
 @pytest.mark.full
