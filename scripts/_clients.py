@@ -23,6 +23,7 @@ TOOL: dict[str, Any] = {
     "function": {"name": "get_weather", "description": "The weather of a city.", "parameters": WEATHER},
 }
 Check = Callable[[], object]
+Place = Literal["Paris", "Rome"]  # else the model fills its tokens with one name
 
 
 def is_one(left: Any, right: Any) -> None:
@@ -214,7 +215,7 @@ def langchain_checks() -> dict[str, Check]:
         is_large: bool
 
     @tool
-    def get_weather(city: str) -> str:
+    def get_weather(city: Place) -> str:
         """The weather of a city."""
         return f"sunny in {city}"
 
@@ -298,36 +299,41 @@ def agents_checks() -> dict[str, Check]:
     )
 
     set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=URL, api_key=KEY)
     called: list[str] = []
 
     @function_tool
-    def get_weather(city: str) -> str:
+    def get_weather(city: Place) -> str:
         """The weather of a city."""
         called.append(city)
         return f"sunny in {city}"
 
     def by(kind: Any, is_stream: bool) -> Check:
+        async def answer(agent: Any, given: Any) -> Any:
+            if not is_stream:
+                return await Runner.run(agent, given)
+            result = Runner.run_streamed(agent, given)
+            async for _ in result.stream_events():
+                pass
+            return result
+
+        async def run() -> None:
+            """One agent calls, and another one goes on from that: the model itself would call again and again."""
+            client = openai.AsyncOpenAI(base_url=URL, api_key=KEY)
+            own: dict[str, Any] = {"instructions": "Be brief.", "model": kind(model=MODEL, openai_client=client)}
+            forced = ModelSettings(tool_choice="required", temperature=0, max_tokens=60)
+            calls = Agent(
+                name="calls", tools=[get_weather], tool_use_behavior="stop_on_first_tool", model_settings=forced, **own
+            )
+            result = await answer(calls, "What is the weather in Paris?")
+            holds(called, "the tool was not called")
+            is_one(result.final_output, f"sunny in {called[0]}")
+            tells = Agent(name="tells", model_settings=ModelSettings(temperature=0, max_tokens=300), **own)
+            told = await answer(tells, [*result.to_input_list(), {"role": "user", "content": "Say hello."}])
+            holds(told.final_output, "no final output")
+
         def check() -> None:
             called.clear()
-            settings = ModelSettings(tool_choice="required", temperature=0, max_tokens=60)
-            agent = Agent(
-                name="Weather", instructions="Be brief.", tools=[get_weather], model=kind(model=MODEL, openai_client=client),
-                model_settings=settings,
-            )  # fmt: skip
-
-            async def run() -> str:
-                question = "What is the weather in Paris?"
-                if not is_stream:
-                    return str((await Runner.run(agent, question)).final_output)
-                result = Runner.run_streamed(agent, question)
-                async for _ in result.stream_events():
-                    pass
-                return str(result.final_output)
-
-            told = asyncio.run(run())
-            holds(called, "the tool was not called")
-            holds(told, "no final output")
+            asyncio.run(run())
 
         return check
 

@@ -386,7 +386,7 @@ async def _check_new(front: ServingState, name: str) -> None:
     """Refuse a name that is there already, as vLLM does."""
     loaded = {each.name for each in await front.remote.ask(list[AdapterInfo], "adapters")}
     if name in loaded:
-        raise wrong(f"adapter {name!r} is loaded already: give load_inplace=true to replace it", "lora_name")
+        raise wrong(f"adapter {name!r} has already been loaded: give load_inplace=true to replace it", "lora_name")
 
 
 def _within(front: ServingState, path: str) -> Path:
@@ -398,6 +398,7 @@ def _within(front: ServingState, path: str) -> Path:
         found = Path(os.path.realpath(folder / path))
     except (OSError, ValueError):  # such as a zero in its name
         found = folder
-    if not found.is_relative_to(folder) or found == folder:
-        raise wrong(f"{path[:200]!r} does not lie in the folder of --adapters: {SEND_IT}", "lora_path")
+    if not found.is_relative_to(folder) or found == folder or not found.exists():
+        message = f"{path[:200]!r} does not lie in the folder of --adapters: {SEND_IT}"
+        raise ApiError(HTTPStatus.NOT_FOUND, message, "lora_path")
     return found

@@ -7,12 +7,16 @@ import msgspec
 from symbiosis.server.api_errors import wrong
 from symbiosis.server.guides import JsonSchema, ResponseFormat
 from symbiosis.server.openai_fields import DEFAULTS, OF_RESPONSES, RAW, Label, Metadata, check_default
-from symbiosis.server.openai_protocol import ChatBody, Tokens, check
+from symbiosis.server.openai_protocol import ChatBody, Tokens, Whole, check
 from symbiosis.server.tools import Choice, Function, NamedTool, Tool, ToolName
 
 Message = dict[str, Any]
 OF_ITEMS = ("id", "status", "type", "phase")  # fields of items that no model is shown
 TEXTS = ("input_text", "output_text", "text")
+OF_VLLM = (  # of sampling, which a chat has by the same names
+    "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "ignore_eos", "priority",
+    "skip_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,6 +61,19 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
+    # OF_VLLM
+    top_k: Whole | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Whole | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    priority: Whole | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     # HARMLESS
     user: Label | None = None
     metadata: Metadata | None = None
@@ -104,6 +121,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             temperature=self.temperature, top_p=self.top_p, stream=self.stream, metadata=self.metadata, tool_choice=choice,
             tools=[Tool("function", each) for each in functions] or None, parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._format(), verbosity=self.text.verbosity if self.text else None,
+            **{name: getattr(self, name) for name in OF_VLLM},
         )  # fmt: skip
         check(body)
         return body

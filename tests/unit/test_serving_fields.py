@@ -25,7 +25,7 @@ from symbiosis.server.openai_protocol import (
 )
 from symbiosis.server.pooling_protocol import EmbeddingsBody
 from symbiosis.server.prompts import GIVEN, Prompts
-from symbiosis.server.responses_protocol import ResponsesBody
+from symbiosis.server.responses_protocol import OF_VLLM, ResponsesBody
 from symbiosis.server.tools import Function, Tool
 from symbiosis.serving.request import Sampling
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -313,3 +313,15 @@ def test_tools_are_shown_by_the_template_or_refused() -> None:
     with pytest.raises(ApiError, match="shows no tools") as error:
         prompts(PLAIN).of_chat([message], {}, tools)
     assert error.value.body["error"]["param"] == "tools"
+
+
+def test_responses_take_vllms_fields_of_sampling_as_chats_do() -> None:
+    given = {
+        "top_k": 40, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {"7": 1.0},
+        "seed": 42, "stop": ["x"], "ignore_eos": True, "priority": 3, "skip_special_tokens": False, "include_stop_str_in_output": True,
+    }  # fmt: skip
+    assert given.keys() == set(OF_VLLM)
+    chat = read(ResponsesBody, json.dumps({"model": "m", "input": "x", **given}).encode()).chat([])
+    assert {name: getattr(chat, name) for name in given} == given
+    with pytest.raises(ApiError, match="^stop"):
+        read(ResponsesBody, json.dumps({"model": "m", "input": "x", "stop": ["x"] * 5000}).encode())
