@@ -62,6 +62,8 @@ OF_OPENAI: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 NO_LINEAR_PROJECTIONS = ("gpt2",)  # so that no quantised checkpoint is written of it: it is packed
+WITH_EXPERTS = ("mixtral", "gpt_oss")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 IDS = torch.arange(3 * 24).view(3, 24) * 7 % 96
 TEXTS, LENGTH = 8, 512  # of tokens
 NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -90,8 +92,9 @@ def made_whole(folder: Path, **options: Any) -> Any:
     return model.requires_grad_(False)
 
 
-def results(model: Any, steps: int) -> list[Tensor]:
-    """Return logits, the gradient of the input, and an adapter after some steps."""
+def results(model: Any, steps: int, targets: str | list[str] | None = None) -> list[Tensor]:
+    """Return logits, the gradient of the input, and an adapter after some steps: of all linear layers, or of attention where there are experts."""
+    targets = targets or (ATTENTION if model.config.model_type in WITH_EXPERTS else "all-linear")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -101,7 +104,7 @@ def results(model: Any, steps: int) -> list[Tensor]:
     logits = model(inputs_embeds=x).logits
     logits.float().square().sum().backward()
     torch.manual_seed(1)
-    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(steps):
         adapted(input_ids=IDS, labels=IDS).loss.backward()
@@ -121,6 +124,16 @@ def split_against_unsplit(folder: Path, steps: int, quantize: str | None) -> int
     return differing(split, results(made_whole(folder, quantize=quantize), steps))
 
 
+def adapters_of_experts(folder: Path, steps: int, quantize: str) -> int:
+    """Return how many values differ between packed experts and whole ones. Both are split: `(W + B A) x` is `W x + B A x` there, and rounds otherwise
+    than in the unsplit model."""
+    with symbiosis.Executor(str(folder), quantize=quantize) as executor:
+        packed = results(symbiosis.from_executor(executor.endpoint), steps, "all-linear")
+    with symbiosis.Executor(made_whole(folder, quantize=quantize)) as executor:
+        whole = results(symbiosis.from_executor(executor.endpoint), steps, "all-linear")
+    return differing(packed, whole)
+
+
 def formats_by_families(folder: Path, steps: int, quick: bool) -> Iterator[tuple[str, str, int]]:
     """Yield each format, each family, and how many values differ."""
     for family in list(FAMILIES)[:: 3 if quick else 1]:
@@ -132,6 +145,8 @@ def formats_by_families(folder: Path, steps: int, quick: bool) -> Iterator[tuple
             place = folder / f"{family} {name}"
             write(model, place, name)
             yield name, family, split_against_unsplit(place, steps, None)
+        if family in WITH_EXPERTS:
+            yield "--quantize nf4", f"{family}, adapters of experts", adapters_of_experts(folder / family, steps, "nf4")
     write_mxfp4(build("gpt_oss", torch.bfloat16), folder / "gpt_oss")
     yield "mxfp4", "gpt_oss", split_against_unsplit(folder / "gpt_oss", steps, None)
 

@@ -90,8 +90,11 @@ def check_quantised(options: Options, config: Mapping[str, Any]) -> None:
             f"quantised weights are held by a CPU only so far, as nobody has tried them on a GPU: serve {options.model!r} with --device cpu, or a "
             "checkpoint of floats on the GPU"
         )
-    if (told or options.quantize) and len(options.places) > 1:
-        raise ConfigError(f"several ranks cannot hold quantised weights yet: serve {options.model!r} on one device, where it needs a half or a quarter of the memory")  # fmt: skip
+    if (told or options.quantize) and options.shard != "layers" and len(options.places) > 1:
+        raise ConfigError(
+            f"quantised weights are not divided over several ranks yet, as --shard fsdp would: serve {options.model!r} with --shard layers, or on one "
+            "device, where it needs a half or a quarter of the memory"
+        )
 
 
 def needed_on(options: Options, nbytes: int) -> dict[str, int]:

@@ -26,8 +26,10 @@ from symbiosis.kernels.operand import matrix_of
 from symbiosis.kernels.packed import PackedWeight
 from symbiosis.kernels.packing import pack
 from symbiosis.protocol import Op
+from symbiosis.server.launch.preflight import check_model as check_served
 from symbiosis.serving import Engine
 from symbiosis.serving.request import Request, Sampling
+from symbiosis.serving.serve_options import ServeOptions
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
 from tests.inproc.test_training import batch, lora
 from tests.quantised import WRITERS, write
@@ -334,7 +336,11 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     write(tiny_llama(), tmp_path / "model", "fp8 rows")
     with pytest.raises(ConfigError, match="compressed-tensors .float-quantized. already"):
         symbiosis.Executor(str(tmp_path / "model"), quantize="int8")
-    with pytest.raises(ConfigError, match="several ranks cannot hold quantised weights yet: serve .* on one device"):
-        check_quantised(Options(model="demo", devices="cpu", ranks=2), {"quantization_config": {"quant_method": "fp8"}})
+    with pytest.raises(ConfigError, match="not divided over several ranks yet.*with --shard layers, or on one device"):
+        words = {"devices": "cpu", "ranks": 2, "shard": "fsdp"}
+        check_quantised(Options(model="demo", **words), {"quantization_config": {"quant_method": "fp8"}})
+    (tmp_path / "model" / "tokenizer.json").touch()
+    with pytest.raises(ConfigError, match="--devices cpu: quantised weights are not divided over several devices yet"):
+        check_served(ServeOptions(model=str(tmp_path / "model"), devices="cpu", ranks=2))
     with pytest.raises(ConfigError, match="quantize is for models that the executor loads"):
         symbiosis.Executor(tiny_llama(), quantize="int8")

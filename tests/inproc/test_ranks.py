@@ -27,6 +27,7 @@ from symbiosis.transport.local.striped_weights import PAGE
 from symbiosis.transport.reply_checks import accepted
 from tests.conftest import MODELS, tiny_llama
 from tests.processes import save_tiny_llama, until
+from tests.quantised import write
 from tests.ranks import free_port, ranks_of
 
 pytestmark = pytest.mark.long
@@ -79,6 +80,29 @@ def test_mapped_weights_of_all_ranks_are_multiplied_directly(tmp_path: Path, ids
         assert same(trained(split, TARGETS["llama"], ids), expected)
         figures = symbiosis.stats(split)
         assert figures.calls == 0 and figures.direct > 0
+
+
+@pytest.mark.parametrize("name", ["--quantize nf4", "gptq", "fp8 blocks", pytest.param("int4", marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_packed_weights_lie_on_several_ranks(family: str, name: str, tmp_path: Path, ids: Tensor) -> None:
+    """In whole layers. Each rank packs its own, and together they hold no more than one executor does."""
+    words: dict[str, Any] = {"quantize": name.removeprefix("--quantize ")} if name.startswith("--quantize") else {}
+    if words:
+        MODELS[family]().save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    else:
+        write(MODELS[family](), tmp_path / "model", name)
+    targets = TARGETS[family]
+    with symbiosis.Executor(str(tmp_path / "model"), **words) as one:
+        expected = trained(symbiosis.from_executor(one.endpoint), targets, ids)
+        fingerprint, nbytes = one.server.store.fingerprint, one.server.store.nbytes
+    for at in ("inproc://packed", f"local://{tmp_path}/a.sock"):
+        with ranks_of(tmp_path / "model", f"{at}-{family}", **words) as servers:
+            split = symbiosis.from_executor(f"{at}-{family}")
+            assert same(trained(split, targets, ids), expected)
+            stores = [server.store for server in servers]
+            assert {store.fingerprint for store in stores} == {fingerprint}
+            assert sum(store.nbytes for store in stores) == nbytes and all(store.packed for store in stores)
+            assert (symbiosis.stats(split).direct > 0) == at.startswith("local")
 
 
 def test_a_client_may_name_any_rank(ids: Tensor) -> None:

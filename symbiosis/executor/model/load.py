@@ -47,10 +47,10 @@ def load_model(
         if quantised and dtype is None:  # else it would be that of the codes
             words["dtype"] = config.dtype or torch.bfloat16
         if quantised:
-            model, told = load_packed(kind, path or name, device, name, quantised, **words)
+            model, told = load_packed(kind, path or name, device, elsewhere, name, quantised, **words)
             model.config.quantization_config = quantised  # type: ignore[union-attr]
         elif quantize:
-            model, told = load_packing(kind, path or name, device, quantize, serve, **words)
+            model, told = load_packing(kind, path or name, device, elsewhere, quantize, serve, **words)
         elif elsewhere:
             model, told = load_part(kind, path or name, device, elsewhere, **words)
         else:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ Told = Mapping[str, Any]
 
 
 class QuantisedFiles:
-    """The tensors of a checkpoint: `packed` weights by the names that whole ones would have, and the names of the `others`."""
+    """The tensors of a checkpoint: `packed` weights, with their shapes, by the names that whole ones would have, and the names of the `others`."""
 
-    def __init__(self, name: str, files: Sequence[Path], told: Told, opened: ExitStack) -> None:
-        """The files stay open as long as `opened`."""
+    def __init__(self, name: str, files: Sequence[Path], told: Told, opened: ExitStack, is_part: bool = False) -> None:
+        """The files stay open as long as `opened`. With `is_part`, what is laid out anew is not kept, but laid out again where it is needed."""
         self._holders: dict[str, Any] = {}
         said: dict[str, str] = {}  # of tensors, by torchao
         for file in files:
@@ -41,13 +42,15 @@ class QuantisedFiles:
             said |= holder.metadata() or {}
             self._holders |= dict.fromkeys(holder.keys(), holder)
         read, marks = READERS[str(told["quant_method"])]
-        self.packed: dict[str, PackedWeight] = {}
+        self.packed: dict[str, tuple[tuple[int, ...], Callable[[], PackedWeight]]] = {}
         used: set[str] = set()
         problems: list[str] = []
         for name_of_weight, keys in self._named(marks) if isinstance(marks, re.Pattern) else self._in_modules(marks):
             try:
-                parts = {end: self.read(key) for end, key in keys.items()}
-                packed = read(parts, {**told, "of_tensor": json.loads(said.get(name_of_weight, "{}"))})
+                make = partial(
+                    self._made, read, keys, {**told, "of_tensor": json.loads(said.get(name_of_weight, "{}"))}
+                )
+                packed = make()
                 problem = None if packed is None else packed.problem()
             except KeyError as error:
                 packed, problem = None, f"lacks {error}"
@@ -56,8 +59,9 @@ class QuantisedFiles:
             if problem is not None:
                 problems.append(f"{name_of_weight}: {problem}")
             elif packed is not None:
-                self.packed[name_of_weight] = packed
-                if isinstance(packed, GroupedWeight):  # which was laid out anew
+                is_new = isinstance(packed, GroupedWeight)  # laid out anew
+                self.packed[name_of_weight] = packed.shape, make if is_new and is_part else partial(_given, packed)
+                if is_new:
                     give_back()
                 used |= {key for end, key in keys.items() if end != "bias"}
         self.others = [key for key in self._holders if key not in used]
@@ -65,6 +69,9 @@ class QuantisedFiles:
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise ConfigError(f"cannot load {name!r}, quantised by {shown_method(told)}: {problems[0]}{more}: copy the files again, or quantise it again")  # fmt: skip
+
+    def _made(self, read: Callable[[Parts, Told], PackedWeight | None], keys: Mapping[str, str], told: Told) -> Any:
+        return read({end: self.read(key) for end, key in keys.items()}, told)
 
     def read(self, key: str) -> Tensor:
         """Return a tensor of the files, which lies in them until its values are looked at."""
@@ -94,6 +101,10 @@ class QuantisedFiles:
 
     def _module(self, key: str, end: str) -> str:
         return key[: key.rindex(end)].removesuffix(".weight").removesuffix(".")
+
+
+def _given(packed: PackedWeight) -> PackedWeight:
+    return packed
 
 
 def _has_end(key: str, end: str) -> bool:

@@ -51,46 +51,63 @@ class UnreadTensor:
 class UnreadPacked:
     """A packed weight, which becomes a tensor when it goes to a device."""
 
-    def __init__(self, packed: PackedWeight) -> None:
-        self._packed = packed
+    def __init__(self, shape: tuple[int, ...], make: Callable[[], PackedWeight]) -> None:
+        self._shape, self._make = shape, make
 
     def __getitem__(self, whole: Any) -> "UnreadPacked":
         return self
 
     def to(self, device: Any = CPU, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the weight as a tensor of this dtype."""
-        packed = self._packed
+        """Return the weight as a tensor of this dtype, or on the meta device its shape."""
+        if torch.device(device) == META:
+            return torch.empty(self._shape, dtype=dtype, device=META)
+        packed = self._make()
         return PackedTensor(
             packed if packed.device == device else packed.with_parts(lambda part: part.to(device)), dtype
         )
 
 
 def load_packed(
-    kind: Any, checkpoint: Any, device: str, name: str, told: Mapping[str, Any], **words: Any
+    kind: Any,
+    checkpoint: Any,
+    device: str,
+    elsewhere: Collection[str],
+    name: str,
+    told: Mapping[str, Any],
+    **words: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a quantised model of the class `kind`, whose packed weights are `PackedTensor`s. Return what `from_pretrained` tells of it, too."""
+    """Load a quantised model of the class `kind`, whose packed weights are `PackedTensor`s. What is `elsewhere` stays on the meta device. Return
+    what `from_pretrained` tells of it, too."""
+    places = _places(device, elsewhere)
 
     def load(model: nn.Module, state: Any, files: list[str], how: Any, *more: Any) -> Any:
         with ExitStack() as opened:
-            found = QuantisedFiles(name, list(map(Path, files)), told, opened)
+            found = QuantisedFiles(name, list(map(Path, files)), told, opened, is_part=bool(elsewhere))
             lazy: dict[str, Any] = {key: UnreadTensor(found.lazy(key)) for key in found.others}
-            lazy |= {key: UnreadPacked(packed) for key, packed in found.packed.items()}
-            return kind._load_pretrained_model(model, lazy, files, replace(how, device_map={"": device}), *more)
+            lazy |= {key: UnreadPacked(*packed) for key, packed in found.packed.items()}
+            return kind._load_pretrained_model(model, lazy, files, replace(how, device_map=places), *more)
 
-    return _from_pretrained(kind, checkpoint, load, {"": device}, words)
+    return _from_pretrained(kind, checkpoint, load, places, words)
 
 
 def load_packing(
-    kind: Any, checkpoint: Any, device: str, quantize: str, serve: Sequence[str], **words: Any
+    kind: Any,
+    checkpoint: Any,
+    device: str,
+    elsewhere: Collection[str],
+    quantize: str,
+    serve: Sequence[str],
+    **words: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a model of floats of the class `kind`, and pack each weight that is served when it is read. Return what `from_pretrained` tells of
-    it, too."""
+    """Load a model of floats of the class `kind`, and pack each weight that is served when it is read. What is `elsewhere` stays on the meta
+    device. Return what `from_pretrained` tells of it, too."""
+    places = _places(device, elsewhere)
 
     def load(model: nn.Module, state: Any, files: list[str], how: Any, *more: Any) -> Any:
         served = {entry.key for entry in served_entries(model, serve) if packs(tuple(entry.tensor.shape), quantize)}
 
         def packed(name: str, value: Tensor) -> Tensor:
-            if name not in served:
+            if name not in served or value.is_meta:
                 return value
             weight: PackedWeight = replace(pack(value, quantize), source=digest(value))
             if value.device == CPU:
@@ -100,9 +117,14 @@ def load_packing(
 
         with ExitStack() as opened, _each_weight(packed):
             lazy = _unread(files, opened)
-            return kind._load_pretrained_model(model, lazy, files, replace(how, device_map={"": device}), *more)
+            return kind._load_pretrained_model(model, lazy, files, replace(how, device_map=places), *more)
 
-    return _from_pretrained(kind, checkpoint, load, {"": device}, words)
+    return _from_pretrained(kind, checkpoint, load, places, words)
+
+
+def _places(device: str, elsewhere: Collection[str]) -> dict[str, str]:
+    """Return a map of devices for transformers."""
+    return {"": device, **dict.fromkeys(elsewhere, "meta")}
 
 
 def _unread(files: Sequence[str], opened: ExitStack) -> dict[str, UnreadTensor]:
@@ -138,7 +160,7 @@ def load_part(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load a model of the class `kind`, in which the parameters and buffers named `elsewhere` stay on the meta device. Return what
     `from_pretrained` tells of it, too."""
-    places = {"": device, **dict.fromkeys(elsewhere, "meta")}
+    places = _places(device, elsewhere)
 
     def load(model: nn.Module, state: Any, files: list[str], how: Any, *more: Any) -> Any:
         with ExitStack() as opened:

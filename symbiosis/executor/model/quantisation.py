@@ -77,6 +77,19 @@ def _torchao_config(told: Mapping[str, Any]) -> str:
     return str(default.get("_type")) if isinstance(default, Mapping) else str(kind)
 
 
+def told_bits(config: Mapping[str, Any]) -> float | None:
+    """Return about how many bits a value has in a quantised checkpoint, its scales included; None if its weights are whole.
+
+    >>> told_bits({"quantization_config": {"quant_method": "awq", "bits": 4}}), told_bits({})
+    (4.25, None)
+    """
+    told = told_quantisation(config)
+    if told is None:
+        return None
+    of_four = told.get("quant_method") in ("gptq", "awq", "mxfp4") or told.get("load_in_4bit")
+    return 4.25 if of_four or told.get("format") == "pack-quantized" else 8.0
+
+
 def shown_method(told: Mapping[str, Any]) -> str:
     """Return the name of a method, with what else tells it from others.
 

@@ -21,10 +21,11 @@ from symbiosis.base import procs
 from symbiosis.base.logs import name_process, set_up_logging
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.daemon import guard_process, serve_store, shared_gpu
-from symbiosis.executor.model.checkpoint import located, weight_files
+from symbiosis.executor.model.checkpoint import PACKED_BITS, located, weight_files
 from symbiosis.executor.model.load import load_model, structure
+from symbiosis.executor.model.quantisation import read_config, told_bits
 from symbiosis.executor.model.sample import sample_of
-from symbiosis.executor.model.store import OnGpus, Store, check_patterns, config_json, entries
+from symbiosis.executor.model.store import OnGpus, Store, check_patterns, config_json, entries, served_entries
 from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
@@ -98,12 +99,14 @@ def store_of_layers(order: Order, options: Options, ranks: Rendezvous) -> Store:
     """Load the layers that this rank holds. The rest of the model stays on the meta device."""
     whole = structure(order.model, options.dtype)
     check_patterns(whole, options.serve)
-    held = whole_layers(parts_of(whole), options.all_shares)
+    quantize, serve = options.quantize, options.serve
+    bits = PACKED_BITS[quantize] if quantize else told_bits(read_config(located(order.model)))
+    held = whole_layers(parts_of(whole, bits, serve), options.all_shares)
     elsewhere = [key for key, holder in held.items() if holder != order.rank]
     log(logging.INFO, "loading", tensors=len(held) - len(elsewhere), of=len(held))
-    model = load_model(order.model, options.dtype, options.device, elsewhere)
+    model = load_model(order.model, options.dtype, options.device, elsewhere, quantize, serve)
     ranks.agree_on_values(sample_of(weight_files(located(order.model))))
-    return Store(model, options.serve, options.integers, ranks)
+    return Store(model, serve, options.integers, ranks)
 
 
 def agreed(order: Order, options: Options, ranks: Rendezvous) -> StripedModel:
@@ -211,12 +214,15 @@ def store_of(order: Order, options: Options, ranks: Rendezvous) -> Store:
     return (store_of_device_parts if options.on_gpu else store_of_parts)(order, options, ranks)
 
 
-def parts_of(model: nn.Module) -> list[SizedTensor]:
-    """Return the tensors of a model, which needs no weights, as the partition takes them."""
+def parts_of(model: nn.Module, bits: float | None = None, serve: Sequence[str] = ()) -> list[SizedTensor]:
+    """Return the tensors of a model, which needs no weights, as the partition takes them. With `bits`, what these patterns `serve` is packed in so
+    many bits a value."""
+    packed = {entry.key for entry in served_entries(model, serve)} if bits else set()
     keys: dict[int, str] = {}
     parts = []
     for entry in entries(model):
         first = keys.setdefault(id(entry.tensor), entry.key)
         tied_to = first if first != entry.key else ""
-        parts.append(SizedTensor(entry.key, entry.key.rpartition(".")[0], entry.tensor.nbytes, tied_to))
+        nbytes = int(entry.tensor.numel() * bits) // 8 if bits and entry.key in packed else entry.tensor.nbytes
+        parts.append(SizedTensor(entry.key, entry.key.rpartition(".")[0], nbytes, tied_to))
     return parts

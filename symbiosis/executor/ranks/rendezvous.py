@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -23,10 +24,18 @@ TURN_S = 0.05  # of waiting for what a rank has yet to tell
 PAUSE_S = 0.2  # between two attempts to ask a rank that is started again
 
 
-class RankDigests(msgspec.Struct, frozen=True):
-    """What a rank tells: the digests of the tensors that it holds."""
+class Held(NamedTuple):
+    """What a rank tells of a tensor that it holds: its digest; if it is packed, the format, and the digest of what it holds."""
 
-    digests: dict[int, str]
+    digest: str
+    packed: str = ""
+    packed_digest: str = ""
+
+
+class RankDigests(msgspec.Struct, frozen=True):
+    """What a rank tells: of the tensors that it holds, by number."""
+
+    held: dict[int, Held]
 
 
 OTHER_CHECKPOINT = "rank {} reads another checkpoint than rank {}: the models' configurations or tensors differ. Give all ranks the same one"
@@ -47,7 +56,8 @@ class Rendezvous:
 
     def complete(self, config: str, manifest: list[Layer]) -> list[Layer]:
         """Return the manifest with the digests of all ranks, or raise `ConfigError` if they have not loaded parts of one checkpoint."""
-        mine = {number: layer.digest for number, layer in enumerate(manifest) if layer.kind != ELSEWHERE}
+        here = ((number, layer) for number, layer in enumerate(manifest) if layer.kind != ELSEWHERE)
+        mine = {number: Held(layer.digest, layer.packed, layer.packed_digest) for number, layer in here}
         self.agree(config, manifest)
         told = RankDigests(mine)
         self._tell(f"rank{self.rank}", msgspec.json.encode(told).decode())
@@ -163,13 +173,13 @@ def merged(manifest: Sequence[Layer], told: Sequence[RankDigests]) -> list[Layer
     """Return the manifest with the digests that all ranks told.
 
     >>> part = Layer("up", ELSEWHERE, (4, 4), "float32", "")
-    >>> merged([part], [RankDigests({}), RankDigests({0: "d"})])[0].digest
+    >>> merged([part], [RankDigests({}), RankDigests({0: Held("d")})])[0].digest
     'd'
     """
-    digests: dict[int, str] = {}
+    held: dict[int, Held] = {}
     for one in told:
-        digests |= one.digests
-    return [replace(layer, digest=digests[number]) for number, layer in enumerate(manifest)]
+        held |= one.held
+    return [replace(layer, **held[number]._asdict()) for number, layer in enumerate(manifest)]
 
 
 def launched_store() -> tuple[Store, int]:

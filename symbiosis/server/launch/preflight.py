@@ -5,8 +5,6 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from symbiosis.base import requirements
 from symbiosis.base.dtypes import DTYPE_BITS
 from symbiosis.base.folders import Use, check_caches, user_folder
@@ -14,7 +12,7 @@ from symbiosis.base.memory import free_memory
 from symbiosis.base.problems import problems_of, refuse
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
-from symbiosis.executor.model.quantisation import read_config
+from symbiosis.executor.model.quantisation import read_config, told_quantisation
 from symbiosis.executor.options import Options
 from symbiosis.executor.preflight import SMALLER, check_one_device, check_quantised, check_room, fewer_bits
 from symbiosis.protocol.endpoints import is_within_process, parts_of
@@ -46,10 +44,13 @@ def check_model(options: ServeOptions) -> None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ConfigError(f"there is no tokenizer in {folder}: the API needs one")
     if options.executor is None and (files := weight_files(folder)):
-        checked = Options(model=options.model, quantize=options.quantize)
-        if options.devices:
-            checked = msgspec.structs.replace(checked, devices=options.devices, ranks=options.ranks)
-        check_quantised(checked, read_config(folder))
+        config = read_config(folder)
+        check_quantised(Options(model=options.model, quantize=options.quantize), config)
+        if options.devices and told_quantisation(config):
+            raise ConfigError(
+                f"--devices {options.devices}: quantised weights are not divided over several devices yet: serve {options.model!r} on one, where it "
+                "needs a half or a quarter of the memory"
+            )
         for file in files:
             check_whole(file)
         needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), (), options.quantize)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from symbiosis.errors import Code, ProtocolError
 from symbiosis.kernels.packed import GroupedWeight, MicroscaledWeight, PackedWeight, ScaledWeight, TableWeight
-from symbiosis.protocol import Layer
+from symbiosis.protocol import ELSEWHERE, Layer
 from symbiosis.transport.local.segment import must_hold
 from symbiosis.transport.local.shared_weights import ALIGNED, SEALS
 from symbiosis.transport.tensors import bytes_of
@@ -111,7 +111,11 @@ def taken(manifest: Sequence[Layer], fd: int) -> dict[int, PackedWeight]:
         found = {entry.number: _weight(memory, start, entry) for entry in entries}
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise ProtocolError(Code.BAD_FRAME, f"these are no packed weights: {error}") from None
-    told = {number: (layer.packed, layer.shape) for number, layer in enumerate(manifest) if layer.packed}
+    told = {
+        number: (layer.packed, layer.shape)
+        for number, layer in enumerate(manifest)
+        if layer.packed and layer.kind != ELSEWHERE
+    }
     if told != {number: (weight.format, weight.shape) for number, weight in found.items()}:
         raise ProtocolError(Code.BAD_FRAME, "the packed weights are not those of the manifest")
     return found
