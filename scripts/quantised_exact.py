@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from _processes import progress
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -328,9 +329,14 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     report = Report("quantised_exact")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small models: more threads wait for one another
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = list(formats_by_families(folder, steps, options.quick))
+        rows = []
+        for row in formats_by_families(folder, steps, options.quick):
+            rows.append(row)
+            progress(f"{row[1]}, {row[0]}: {row[2]} values differ")
         print_table(("format", "family", "values that differ"), [(a, b, str(c)) for a, b, c in rows], "split, unsplit")
         report.bar("pairs", len(rows), ">=", 19)
         report.bar("values_that_differ", sum(count for _, _, count in rows), "<=", 0)
@@ -341,6 +347,7 @@ def main(arguments: list[str] | None = None) -> int:
             count, off = qlora(folder, steps)
             report.bar("qlora_adapter_values_that_differ", count, "<=", 0)
             report.bar("qlora_losses_off", off, "<=", 0)
+        torch.set_num_threads(threads)
         if not options.quick:
             for format in FORMATS:
                 report.bar(f"memory_{format}_over_packed", memory(folder / "large", format), "<=", 1.1)
