@@ -381,7 +381,8 @@ class Outcome:
     @property
     def loads(self) -> int:
         """Processes that loaded base weights though the executor has them, and lines that say so."""
-        return len(self.split.loaders) + sum("not shared" in line for line in self.split.said)
+        loaders = () if self.job == QLORA else self.split.loaders  # there bitsandbytes reads and packs the model first
+        return len(loaders) + sum("not shared" in line for line in self.split.said)
 
     @property
     def memory(self) -> float:
