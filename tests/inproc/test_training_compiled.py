@@ -13,7 +13,15 @@ from symbiosis.training.sequence_packing import PackLayout, packed_as
 from tests.conftest import tiny_llama
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "v_proj", "down_proj"], "all-linear", ["up_proj"]], ids=str)
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["q_proj", "v_proj", "down_proj"],
+        pytest.param("all-linear", marks=pytest.mark.full),
+        pytest.param(["up_proj"], marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_gradients_of_compiled_layers(targets: list[str] | str) -> None:
     found = []
     for backend in (None, "aot_eager"):

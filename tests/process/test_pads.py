@@ -5,8 +5,6 @@ import ctypes
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,7 @@ from symbiosis.errors import ConfigError, PadsUsedUp, WrapError
 from symbiosis.executor.model.load import DEMO_MODEL
 from tests.conftest import tiny_llama
 from tests.private import BITS, TOKENS, lora, one_step, recorded
-from tests.processes import until
+from tests.processes import Program, until
 from tests.secret_files import write_secret
 
 
@@ -129,12 +127,11 @@ def test_a_child_that_is_forked_while_a_thread_takes_pads_takes_its_own(pads: Ca
     assert len(set(rows)) == len(rows) == 3 * AT_ONCE + 1
 
 
-def test_a_file_of_pads_has_its_name_when_it_is_finished(tmp_path: Path) -> None:
+def test_a_file_of_pads_has_its_name_when_it_is_finished(processes: list, tmp_path: Path) -> None:
     file, part = tmp_path / "my.pads", tmp_path / "my.pads.part"
-    command = [sys.executable, "-m", "symbiosis", "pads", "demo", "--tokens", "20000", "-o", str(file)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        until(part.exists)
-        process.kill()
+    processes.append(Program("pads", "demo", "--tokens", "20000", "-o", str(file)))
+    until(part.exists)
+    processes[0].kill()
     assert not file.exists() and part.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match="my.pads.part exists: remove it"):
         make("demo", 1, file)

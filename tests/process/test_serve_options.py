@@ -120,21 +120,19 @@ def test_no_server_starts_over_an_executor_of_another_model(executor: symbiosis.
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "environment", "more"),
-    [
-        ((), {"SYMBIOSIS_PATIENCE_S": "0.1"}, "patience=, $SYMBIOSIS_PATIENCE_S"),
-        (("--wait-s", "0.2"), {}, "wait=, --wait-s"),
-    ],
-)
-def test_an_executor_that_does_not_come_up(
-    words: tuple[str, ...], environment: dict[str, str], more: str, tmp_path: Path
-) -> None:
+def test_an_executor_that_does_not_come_up(tmp_path: Path) -> None:
     """What is said to wait for longer is what decides."""
+    done = run("serve", "demo", "--port", "0", "--executor", f"local://{tmp_path}/never.sock", "--wait-s", "0.2")
+    assert done.returncode == 2 and "(wait=, --wait-s waits for longer)" in done.stderr
+
+
+def test_an_executor_that_does_not_come_up_for_whom_the_environment_decides(tmp_path: Path) -> None:
+    """It is read when the process starts."""
     never = f"local://{tmp_path}/never.sock"
-    command = [sys.executable, "-m", "symbiosis", "serve", "demo", "--port", "0", "--executor", never, *words]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=WAIT_S)  # noqa: S603
-    assert done.returncode == 2 and f"({more} waits for longer)" in done.stderr
+    command = [sys.executable, "-m", "symbiosis", "serve", "demo", "--port", "0", "--executor", never]
+    environment = os.environ | {"SYMBIOSIS_PATIENCE_S": "0.1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 2 and "(patience=, $SYMBIOSIS_PATIENCE_S waits for longer)" in done.stderr
 
 
 def test_no_server_starts_with_an_adapter_of_the_bases_name() -> None:

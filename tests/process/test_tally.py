@@ -50,8 +50,8 @@ def lines(tmp_path: Path, request: pytest.FixtureRequest) -> list[str]:
     words = [] if request.param == "fault" else [str(tmp_path / "some")]  # of all tests, or of those in a place
     words += ["-m", request.param] if request.param else []
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.tally", "-p", "no:cacheprovider", *words]
-    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=path)
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | environment)
     return [*done.stdout.splitlines(), str(done.returncode)]
 
 
