@@ -58,7 +58,7 @@ def _by_rows(weight: Tensor, format: str) -> ScaledWeight:
 
 
 def _nf4(weight: Tensor) -> TableWeight:
-    """Return codes as bitsandbytes' CPU functions make them, bit for bit."""
+    """Return codes as bitsandbytes' CPU functions make them, bit for bit; of the packed scales one in a thousand is the next one."""
     shape, device = tuple(weight.shape), weight.device
     if not packs(shape, "nf4"):
         raise ValueError(f"a weight of {shape} is not packed as nf4: its values do not fill runs of {BLOCK}")
