@@ -297,9 +297,13 @@ def agents_checks() -> dict[str, Check]:
         function_tool,
         set_tracing_disabled,
     )
+    from pydantic import BaseModel
 
     set_tracing_disabled(True)
     called: list[str] = []
+
+    class Greeting(BaseModel):
+        word: Literal["hello", "good day"]
 
     @function_tool
     def get_weather(city: Place) -> str:
@@ -320,16 +324,18 @@ def agents_checks() -> dict[str, Check]:
             """One agent calls, and another one goes on from that: the model itself would call again and again."""
             client = openai.AsyncOpenAI(base_url=URL, api_key=KEY)
             own: dict[str, Any] = {"instructions": "Be brief.", "model": kind(model=MODEL, openai_client=client)}
-            forced = ModelSettings(tool_choice="required", temperature=0, max_tokens=60)
+            forced = ModelSettings(tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=60)
             calls = Agent(
                 name="calls", tools=[get_weather], tool_use_behavior="stop_on_first_tool", model_settings=forced, **own
             )
             result = await answer(calls, "What is the weather in Paris?")
             holds(called, "the tool was not called")
             is_one(result.final_output, f"sunny in {called[0]}")
-            tells = Agent(name="tells", model_settings=ModelSettings(temperature=0, max_tokens=300), **own)
+            tells = Agent(
+                name="tells", output_type=Greeting, model_settings=ModelSettings(temperature=0, max_tokens=60), **own
+            )
             told = await answer(tells, [*result.to_input_list(), {"role": "user", "content": "Say hello."}])
-            holds(told.final_output, "no final output")
+            holds(isinstance(told.final_output, Greeting), f"no greeting: {told.final_output!r}")
 
         def check() -> None:
             called.clear()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from subprocess import DEVNULL, PIPE, CompletedProcess, Popen, TimeoutExpired, run
 from typing import IO
 
 from symbiosis.base.logs import name_process
@@ -24,6 +24,7 @@ logger = logging.getLogger("symbiosis")
 SAME_S = 0.2  # `timeout` sends its signal twice at once, and means one
 LOOK_S = 0.1  # at whether an orphan is still needed
 END = b"end\n"
+TRIED_S = 60.0  # that code which is tried waits for its seconds of a processor at most
 MOST_STARTS = 5  # of a process that dies again and again, before it is given up
 
 
@@ -31,6 +32,23 @@ def python(*words: str) -> list[str]:
     """Return the command line that runs Python with these words. It imports nothing from the working directory, where others may have
     put a module."""
     return [sys.executable, "-P", *words]
+
+
+def tried(code: str, *words: str, given: bytes, most_s: int) -> CompletedProcess[bytes]:
+    """Run code that may never end in a process of its own, which reads what is given. Raises `TimeoutExpired` if it takes more seconds of a processor:
+    how busy the machine is changes nothing.
+
+    >>> tried("print(int(input()) + 1)", given=b"1", most_s=2).stdout
+    b'2\\n'
+    >>> tried("while True: pass", given=b"", most_s=1)
+    Traceback (most recent call last):
+    subprocess.TimeoutExpired: Command 'the code that is tried' timed out after 1 seconds
+    """
+    bounded = f"import resource; resource.setrlimit(resource.RLIMIT_CPU, ({most_s}, {most_s + 1}))\n{code}"
+    ran = run(python("-c", bounded, *words), input=given, timeout=TRIED_S, capture_output=True, check=False)
+    if ran.returncode == -signal.SIGXCPU:
+        raise TimeoutExpired("the code that is tried", most_s)
+    return ran
 
 
 class Child:

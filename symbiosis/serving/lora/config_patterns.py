@@ -6,16 +6,16 @@ what was tried in a process of its own, which can be stopped.
 
 import json
 import re
-import subprocess
 from collections.abc import Collection
+from subprocess import TimeoutExpired
 from typing import Any
 
-from symbiosis.base.procs import python
+from symbiosis.base.procs import tried
 from symbiosis.errors import AdapterError
 from symbiosis.text import shown
 
 PLAIN = re.compile(r"[\w.-]*")
-LONGEST_S = 2.0  # for all of them
+LONGEST_S = 2  # of a processor, for all of them
 LONGEST_MATCH_S = 0.05  # of the processor, for one that PEFT matches once more, where all others wait
 MOST = 10**6
 FEW = 1024  # items that a list may have in any case
@@ -113,14 +113,11 @@ def _tried(whole: dict[str, str], keys: list[str], names: Collection[str]) -> di
     """Return which names each expression matches, of those for whole names."""
     first = shown(next(iter([*whole.values(), *keys])))
     try:
-        ran = subprocess.run(
-            python("-I", "-c", TRY),
-            input=json.dumps([whole, keys, list(names)]).encode(), timeout=LONGEST_S, capture_output=True, check=True,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
+        ran = tried(TRY, given=json.dumps([whole, keys, list(names)]).encode(), most_s=LONGEST_S)
+    except TimeoutExpired:
         raise AdapterError(f"its pattern {first} takes too long: name the modules in a list") from None
-    except subprocess.CalledProcessError:
-        raise AdapterError(f"its pattern {first} is not a regular expression") from None
+    if ran.returncode:
+        raise AdapterError(f"its pattern {first} is not a regular expression")
     chosen, took = json.loads(ran.stdout)
     if slow := [key for key, seconds in took.items() if seconds > LONGEST_MATCH_S]:
         raise AdapterError(f"its pattern {shown(slow[0])} takes too long: give the modules by their names")

@@ -4,11 +4,11 @@ text, and patterns that hold at once, whose states multiply: many of them are tr
 import json
 import math
 import re
-import subprocess
 from collections.abc import Iterable, Iterator
+from subprocess import TimeoutExpired
 from typing import Any
 
-from symbiosis.base.procs import python
+from symbiosis.base.procs import tried
 from symbiosis.serving.engine.limits import Unfit
 from symbiosis.serving.request import Guide
 
@@ -18,7 +18,7 @@ MOST_REMAINDERS = (
 MOST_REPEATED = 50_000  # pieces that all patterns repeat
 MOST_UNTRIED = 8  # patterns and formats of a schema, which take some milliseconds if all of them hold at once
 MOST_CHOICES = 100  # of all `anyOf` and `oneOf`: what begins alike takes the cube of their number
-LONGEST_S, MOST_BYTES = 2.0, 1 << 30  # of the process in which more are tried
+LONGEST_S, MOST_BYTES = 2, 1 << 30  # of a processor and of memory, of the process in which more are tried
 TRY = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
@@ -76,10 +76,10 @@ def check_schema(schema: str) -> None:
 def _try(guide: Guide) -> None:
     """Raise `Unfit` for a guide that takes too long to prepare, or that is wrong: what is wrong with a schema is found later. (A text has no special
     tokens here, so none may be named.)"""
-    command = python("-c", TRY, str(MOST_BYTES), FORMATS.get(guide.kind, guide.kind))
+    words = str(MOST_BYTES), FORMATS.get(guide.kind, guide.kind)
     try:
-        ran = subprocess.run(command, input=guide.text.encode(), timeout=LONGEST_S, capture_output=True)
-    except subprocess.TimeoutExpired:
+        ran = tried(TRY, *words, given=guide.text.encode(), most_s=LONGEST_S)
+    except TimeoutExpired:
         raise Unfit(guide.kind, f"may have patterns and choices that take {LONGEST_S} s together") from None
     if ran.returncode < 0 or b"MemoryError" in ran.stderr:
         raise Unfit(guide.kind, f"may have patterns and choices that take {MOST_BYTES >> 20} MiB together")
