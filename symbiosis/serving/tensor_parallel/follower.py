@@ -26,7 +26,6 @@ from symbiosis.serving.lora.target_layers import TargetLayers
 from symbiosis.serving.request import Request
 from symbiosis.serving.scheduler.scheduler_output import Block, Fed, ScheduledRequest, SchedulerOutput, Sequence
 from symbiosis.serving.tensor_parallel import adapter_pieces, rank_messages
-from symbiosis.serving.tensor_parallel.collectives import Collectives
 from symbiosis.serving.tensor_parallel.rank_group import rank_group
 from symbiosis.serving.tensor_parallel.rank_messages import (
     AdapterGone,
@@ -103,21 +102,19 @@ class RankFollower:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         whole = whole_model(order.endpoint, order.wait)
-        self._collectives = Collectives(order.rank, order.ranks)
-        self._served = served = RankRunner(whole, self._collectives, device, order.memory, order.pages)
+        self._served = served = RankRunner(whole, order)
         served.whole = served.model
         close_sessions(whole)
         self._residency = AdapterCache(served.arena, fetcher=served.fetcher)
         self._sites = TargetLayers(served, self._residency)
         self._sequences: dict[int, Sequence] = {}
         self._adapters: dict[int, LoadedAdapter] = {}
-        served.serve(order.max_batch, order.max_batch + order.prefill_tokens, order.compiles)
         say(RankReady(served.arena.pool.total, served.weight_bytes, served.arena.page_bytes))
 
     def meet(self, at: bytes) -> None:
         """Connect with the other ranks."""
-        rank, ranks = self._collectives.rank, self._collectives.ranks
-        self._collectives.group = rank_group(at, rank, ranks, self._served.device)
+        collectives = self._served.collectives
+        collectives.group = rank_group(at, collectives.rank, collectives.ranks, self._served.device)
 
     def take_pieces(self, connection: socket.socket) -> None:
         """Prepare pieces of adapters, in a thread of its own: steps go on meanwhile."""

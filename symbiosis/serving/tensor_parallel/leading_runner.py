@@ -28,7 +28,6 @@ from symbiosis.serving.runner.model_runner import RanksLost
 from symbiosis.serving.runner.paged_runner import CannotBatch, logits_of_probes
 from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput, Sequence
 from symbiosis.serving.tensor_parallel.adapter_pieces import piece_of, tensors_of, written
-from symbiosis.serving.tensor_parallel.collectives import Collectives
 from symbiosis.serving.tensor_parallel.division import INSTEAD
 from symbiosis.serving.tensor_parallel.followers import Followers, threads_of_a_rank
 from symbiosis.serving.tensor_parallel.nccl_group import meeting
@@ -91,13 +90,13 @@ class LeadingRunner(RankRunner):
             raise
 
     def _begin(self, order: RankOrder) -> None:
-        whole, device = whole_model(order.endpoint, order.wait), torch.device(self._devices[0])
+        whole, device = whole_model(order.endpoint, order.wait), torch.device(order.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         else:
             torch.set_num_threads(min(torch.get_num_threads(), threads_of_a_rank(order.ranks)))
         references = logits_of_probes(whole)
-        super().__init__(whole, Collectives(0, order.ranks), device, order.memory)
+        super().__init__(whole, order)
         try:
             self._meet()
             self._prove(references)

@@ -23,9 +23,12 @@ def meeting() -> bytes:
 
 
 def _settle() -> None:
-    """Have NCCL use the loopback interface only, and no multicast of NVLink, unless whoever runs this says otherwise. It reads these once."""
+    """Have NCCL use the loopback interface only, and no multicast of NVLink, unless whoever runs this says otherwise. It reads these once.
+
+    Registering a graph's memory is a meeting of all ranks within the capture, and ranks may capture a step at different times."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 class NcclGroup:

@@ -17,6 +17,7 @@ from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput
 from symbiosis.serving.tensor_parallel.collectives import Collectives
 from symbiosis.serving.tensor_parallel.divided_model import cut, structure_of
 from symbiosis.serving.tensor_parallel.division import INSTEAD, Division
+from symbiosis.serving.tensor_parallel.rank_messages import RankOrder
 
 
 def whole_model(endpoint: str, wait: float | None) -> nn.Module:
@@ -27,22 +28,26 @@ def whole_model(endpoint: str, wait: float | None) -> nn.Module:
 class RankRunner(PagedRunner):
     """The runner of one rank. Until ranks are connected, what it computes is of the right shape only.
 
+    All ranks are prepared for their steps before they meet: one that is not would run other rows than the rest, which pad theirs to those
+    of a graph, and NCCL waits for ever if ranks add up different numbers of rows.
+
     Args:
         whole: The model, whose weights are mapped; it stays as it is.
-        pages: How many pages of memory to take, instead of `memory`.
+        order: What this rank was told.
     """
 
     may_give_way = False  # all ranks compute the same step to its end
 
-    def __init__(
-        self, whole: nn.Module, collectives: Collectives, device: torch.device, memory: int | float | None, pages: int | None = None
-    ) -> None:  # fmt: skip
-        self.division, self.collectives, self._pages = Division.of(whole, collectives.ranks), collectives, pages
+    def __init__(self, whole: nn.Module, order: RankOrder) -> None:
+        self.division = Division.of(whole, order.ranks)
+        self.collectives = collectives = Collectives(order.rank, order.ranks)
+        self._pages = order.pages
         part = structure_of(whole)
         try:
             part.set_attn_implementation(NAME)  # type: ignore[operator]
-            cut(part, self.division, collectives, device)
-            super().__init__(part, memory, proves=False)
+            cut(part, self.division, collectives, torch.device(order.device))
+            super().__init__(part, order.memory, proves=False)
+            super().serve(order.max_batch, order.max_batch + order.prefill_tokens, order.compiles)
         except (CannotBatch, AttributeError, ValueError) as why:
             if isinstance(why, ConfigError):
                 raise
@@ -50,6 +55,9 @@ class RankRunner(PagedRunner):
                 f"{type(whole).__name__} cannot be divided over {collectives.ranks} ranks: {why}. {INSTEAD}"
             ) from why
         self.whole = whole
+
+    def serve(self, sequences: int, rows: int, compiles: bool = False) -> None:
+        """Nothing is left to prepare."""
 
     def _memory_for(self, model: nn.Module, layers: tuple[KvShape, ...], memory: int | float | None) -> int:
         """Return how much memory to take. What is free on a CPU is that of all ranks."""
