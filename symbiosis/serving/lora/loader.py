@@ -116,7 +116,8 @@ class Loader:
     @classmethod
     def of(cls, served: ModelRunner, max_rank: int) -> "Loader":
         """Return a loader for a model. It has to be made before the model has sites."""
-        return cls(served, Base.of(served.whole, served.dtype), Skeleton(served.whole), misplaced(served), max_rank)
+        places = misplaced(served) if served.misplaced is None else served.misplaced
+        return cls(served, Base.of(served.whole, served.dtype), Skeleton(served.whole), places, max_rank)
 
     def load(self, name: str, weights: AdapterWeights, version: int, is_known: bool = False) -> LoadedAdapter:
         """Prepare an adapter. One that `is_known` was prepared before from the same files, and its numbers are not looked at again. One that was

@@ -44,6 +44,7 @@ class ModelRunner(ABC):
     keeps_rows: bool = False  # whether its last layer is given the rows only whose logits are kept
     runner: Any = None  # of a GPU's kernels: `symbiosis.serving.runner`
     fetcher: Any = None
+    misplaced: dict[str, str] | None = None  # the layers at which no adapter can act, and why, if that is known
     # of a model that is divided over ranks: gives each its piece of an adapter's contents, and returns this one's
     divide_adapter: Callable[[Any], Any] | None = None
 

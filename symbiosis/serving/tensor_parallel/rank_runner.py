@@ -10,6 +10,7 @@ from symbiosis.client.from_executor import built
 from symbiosis.errors import ConfigError
 from symbiosis.offload.logit_check import place_of, text_config
 from symbiosis.serving.kv_cache.paged_memory import KvShape, page_elements
+from symbiosis.serving.lora.trial import misplaced
 from symbiosis.serving.runner.attention import NAME
 from symbiosis.serving.runner.model_runner import bytes_of
 from symbiosis.serving.runner.paged_runner import CannotBatch, PagedRunner
@@ -47,6 +48,7 @@ class RankRunner(PagedRunner):
             part.set_attn_implementation(NAME)  # type: ignore[operator]
             cut(part, self.division, collectives, torch.device(order.device))
             super().__init__(part, order.memory, proves=False)
+            self.misplaced = misplaced(self)
             super().serve(order.max_batch, order.max_batch + order.prefill_tokens, order.compiles)
         except (CannotBatch, AttributeError, ValueError) as why:
             if isinstance(why, ConfigError):
