@@ -61,13 +61,16 @@ class NcclGroup:
         self._call("ncclBroadcast", x.data_ptr(), x.data_ptr(), x.numel(), DTYPES[x.dtype], 0)
 
     def abort(self) -> None:
-        """End what the GPU waits for, undone. A call that waits for room in the GPU's queue ends, too."""
+        """End what the GPU waits for, undone. A call that waits for room in the GPU's queue ends, too.
+
+        NCCL ends it at once, and then waits until there is no graph any more that has its operations: so a thread has that to do."""
         is_mine = self._calling.acquire(timeout=ABORT_S)
-        if not self._is_aborted:
-            self._is_aborted = True
-            self._library.ncclCommAbort(self._comm)
+        was_aborted, self._is_aborted = self._is_aborted, True
         if is_mine:
             self._calling.release()
+        if not was_aborted:
+            abort = self._library.ncclCommAbort
+            threading.Thread(target=abort, args=[self._comm], name="symbiosis-abort", daemon=True).start()
 
     def _call(self, name: str, *words: int) -> None:
         with self._calling:
