@@ -8,7 +8,7 @@ from symbiosis.base.problems import Finding
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import PACKED_BITS, located, weight_files, weights_nbytes
 from symbiosis.executor.model.quantisation import check_format, read_config, told_quantisation
-from symbiosis.executor.preflight import QUANTISED_ON_GPUS, free_gpu_memory, visible_gpus
+from symbiosis.executor.preflight import free_gpu_memory, visible_gpus
 from symbiosis.server.launch.footprint import EXECUTOR
 
 BESIDE = (
@@ -33,8 +33,7 @@ def room_for(model: str) -> Finding:
         packed = {} if is_quantised else {how: weights_nbytes(files, quantize=how) for how in PACKED_BITS}
     except ConfigError as error:
         return Finding("FAIL", "room", str(error))
-    numbers = range(len(visible_gpus() or ())) if not is_quantised or QUANTISED_ON_GPUS else ()
-    gpus = [free_gpu_memory(f"cuda:{number}") or 0 for number in numbers]
+    gpus = [free_gpu_memory(f"cuda:{number}") or 0 for number in range(len(visible_gpus() or ()))]
     return fits(model, stored, min(stored, half), free_memory(), gpus, packed)
 
 

@@ -37,7 +37,6 @@ from symbiosis.executor.options import Options
 from symbiosis.protocol.endpoints import is_loopback, of_rank, open_to_others, parts_of
 
 DEVICE = re.compile(r"cpu(?::0)?|cuda(?::(\d+))?")
-QUANTISED_ON_GPUS = False  # for tests and benchmarks there
 SMALLER = "end what else runs there, or choose a smaller model"
 LONGEST_SOCKET = 107  # bytes that the path of a Unix socket may have
 
@@ -85,15 +84,10 @@ def check_quantised(options: Options, config: Mapping[str, Any]) -> None:
     told = told_quantisation(config)
     if told and options.quantize:
         raise ConfigError(f"--quantize {options.quantize}: the weights of {options.model!r} are quantised by {shown_method(told)} already: leave it out")  # fmt: skip
-    if (told or options.quantize) and options.on_gpu and not QUANTISED_ON_GPUS:
+    if (told or options.quantize) and len(options.places) > 1 and (options.shard != "layers" or options.on_gpu):
         raise ConfigError(
-            f"quantised weights are held by a CPU only so far, as nobody has tried them on a GPU: serve {options.model!r} with --device cpu, or a "
-            "checkpoint of floats on the GPU"
-        )
-    if (told or options.quantize) and options.shard != "layers" and len(options.places) > 1:
-        raise ConfigError(
-            f"quantised weights are not divided over several ranks yet, as --shard fsdp would: serve {options.model!r} with --shard layers, or on one "
-            "device, where it needs a half or a quarter of the memory"
+            f"quantised weights are divided over ranks of a CPU by --shard layers only, so far: serve {options.model!r} so, or on one device, where it "
+            "needs a half or a quarter of the memory"
         )
 
 

@@ -16,6 +16,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from symbiosis.kernels import with_triton
+
 PIECE = 1 << 20  # values that are float32 at a time, on a CPU
 PIECE_ON_GPU = 1 << 26
 ALL = slice(None)
@@ -68,6 +70,8 @@ class PackedWeight:
         first, last, _ = rows.indices(prod(self.shape[:-1]))
         left, right, _ = columns.indices(K)
         whole = torch.empty(last - first, K, dtype=dtype, device=self.device)[:, left:right]
+        if whole.is_cuda and _filled(self, whole, first, left):
+            return whole
         step = max(1, (PIECE_ON_GPU if whole.is_cuda else PIECE) // max(1, K))
         for begin in range(first, last, step):
             end = min(last, begin + step)
@@ -76,10 +80,14 @@ class PackedWeight:
 
     def rows(self, dtype: torch.dtype, index: Tensor) -> Tensor:
         """Return rows of the matrix by their numbers."""
+        if index.is_cuda:
+            found = torch.empty(index.numel(), self.shape[-1], dtype=dtype, device=self.device)
+            if _filled(self, found, numbers=index.reshape(-1)):
+                return found.view(*index.shape, self.shape[-1])
         wanted, places = index.reshape(-1).unique(return_inverse=True)
-        found = [self.whole(dtype, slice(row, row + 1)) for row in wanted.tolist()]
+        each = [self.whole(dtype, slice(row, row + 1)) for row in wanted.tolist()]
         none = torch.empty(0, self.shape[-1], dtype=dtype, device=self.device)
-        return torch.cat([none, *found])[places].view(*index.shape, self.shape[-1])
+        return torch.cat([none, *each])[places].view(*index.shape, self.shape[-1])
 
     @abstractmethod
     def _values(self, first: int, last: int, left: int, right: int) -> Tensor:
@@ -312,6 +320,12 @@ class MicroscaledWeight(PackedWeight):
             )
             found[expert * K + begin - first : expert * K + end - first] = values.t()
         return found
+
+
+def _filled(weight: PackedWeight, whole: Tensor, first: int = 0, left: int = 0, numbers: Tensor | None = None) -> bool:
+    """Make a weight whole by a kernel of GPUs, if there is one."""
+    kernels = with_triton("gpu.whole")
+    return kernels is not None and bool(kernels.fill(weight, whole, first, left, numbers))
 
 
 def _powers(exponents: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -327,8 +328,6 @@ def test_adapters_that_come_and_go_say_what_peft_says(tmp_path: Path) -> None:
 
 def answers(engine: Engine, names: list[str | None], prompts: list[list[int]], length: int) -> Iterator[Any]:
     """All at once."""
-    from concurrent.futures import ThreadPoolExecutor
-
     pairs = [(name, prompt) for name in names for prompt in prompts][: 6 if INTERPRETED else None]
     with ThreadPoolExecutor(len(pairs)) as pool:
         waiting = [
@@ -363,3 +362,26 @@ def test_a_published_adapter_is_multiplied_in_the_dtype_in_which_it_is_trained(d
         logits = [each(torch.tensor([tokens], device=DEVICE)).logits[0, -2:].float() for each in (model, rounded)]
     for step, mine in enumerate(found):
         assert off(mine[0], logits[0][step]) < AS_ALONE[dtype] and off(mine[1], logits[1][step]) < AS_ALONE[dtype]
+
+
+@pytest.mark.timeout(400)
+def test_vectors_are_those_that_peft_makes_beside_texts_that_go_on(tmp_path: Path) -> None:
+    """Their steps run as they are; those before and after are graphs."""
+    base = llama()
+    made = saved(base, lora(8), tmp_path / "mine", spread=0.05)[1]
+    prompts = [list(range(3, 3 + n)) for n in (1, 7, 50)]
+    length = 2 if INTERPRETED else 40
+    with Engine(deepcopy(base), adapters=tmp_path, memory=1 << 24, max_batch=4, prefill_tokens=32) as engine:
+        engine._loop.ahead = True  # type: ignore[attr-defined]  # as on a GPU
+        texts = answers(engine, [None, "mine"], prompts, length)
+        expected = list(answers(engine, [None, "mine"], prompts, length))
+        with ThreadPoolExecutor(1) as pool:
+            beside = pool.submit(list, texts)
+            for model, name in ((base, None), (made, "mine")):
+                for prompt in prompts:
+                    ids = torch.tensor([prompt], device=DEVICE)
+                    hidden = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0].detach().float().cpu()
+                    for kind, whole in (("last", hidden[-1]), ("mean", hidden.mean(dim=0))):
+                        mine = torch.tensor(engine.embed(prompt, adapter=name, pooling=kind, normalizes=False))  # type: ignore[arg-type]
+                        assert off(mine, whole) < AS_ALONE[torch.float32]
+            assert beside.result(300) == expected

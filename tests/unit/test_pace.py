@@ -13,7 +13,7 @@ MATRIX = torch.zeros(8, 4)
 def test_rows_that_are_worth_joining(knee: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the knee a product takes as long as reading its weight, from there on its time grows with its rows."""
     monkeypatch.setattr(measured, "_seconds", lambda matrix, rows: 1e-5 * max(1.0, rows / knee))
-    pace = GpuTiming([MATRIX, torch.zeros(8)])
+    pace = GpuTiming([MATRIX, torch.zeros(8)], MATRIX.device)
     assert pace.join_below == knee
     assert pace.seconds(MATRIX, 1) == pytest.approx(1e-5)
     assert pace.seconds(MATRIX, 8 * knee) == pytest.approx(8e-5)
@@ -22,4 +22,4 @@ def test_rows_that_are_worth_joining(knee: int, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_gpu_that_reads_the_weight_longer_than_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "_seconds", lambda matrix, rows: 1e-5)
-    assert GpuTiming([MATRIX]).join_below == ROWS_TRIED[-1]
+    assert GpuTiming([MATRIX], MATRIX.device).join_below == ROWS_TRIED[-1]

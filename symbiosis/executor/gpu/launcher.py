@@ -84,8 +84,8 @@ class Launcher:
             )
             self.shares_time = shares_time(self.device)
             self._has_few_rows = not self.shares_time and _loaded(self._store.linear_weights())
-        if whole := [weight for weight in self._store.weights if weight.dim() == 2 and not weight.is_meta]:
-            self._pace = GpuTiming(whole)
+        if matrices := [weight for weight in self._store.shapes if weight.dim() == 2]:
+            self._pace = GpuTiming(matrices, self.device)
         keep_headroom(self._store.shapes, self._most_rows, self.device)
         log(logging.INFO, "the GPU is ready", seconds=round(perf_counter() - begun, 1))
 

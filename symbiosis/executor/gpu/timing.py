@@ -18,11 +18,14 @@ NEARLY = 0.85  # of twice the time, for twice the rows
 
 
 class GpuTiming:
-    """Estimates the time of a product: by the bytes of its matrices, or by its rows if these are many. It measures the commonest matrix."""
+    """Estimates the time of a product: by the bytes of its matrices, or by its rows if these are many. It measures the commonest matrix, and zeros
+    for one that is packed."""
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
+    def __init__(self, weights: Sequence[Tensor], device: torch.device) -> None:
         shapes = Counter(weight.shape for weight in weights if weight.dim() == 2)
         matrix = next(weight for weight in weights if weight.shape == shapes.most_common(1)[0][0])
+        if matrix.is_meta:
+            matrix = torch.zeros_like(matrix, device=device)
         seconds = {rows: _seconds(matrix, rows) for rows in ROWS_TRIED}
         self._per_byte = seconds[ROWS_TRIED[0]] / matrix.nbytes
         self._per_row = seconds[ROWS_TRIED[-1]] / ROWS_TRIED[-1] / matrix.nbytes

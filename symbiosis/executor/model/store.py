@@ -163,8 +163,10 @@ class Store:
 
     def share_weights(self) -> None:
         """Move the served weights into memory that clients may map, as this process does, and nobody can change: one sealed file, or a
-        few pieces of a GPU's memory. They move one by one, so that there is never a second copy of more than one tensor, or one piece."""
-        if self.files or self.on_gpus:
+        few pieces of a GPU's memory. They move one by one, so that there is never a second copy of more than one tensor, or one piece.
+        Packed ones stay where they are on a GPU: there a weight that is made whole once for the rows of all clients costs less than one that
+        each makes whole for itself."""
+        if self.files or self.on_gpus or (self.on_gpu and self.packed):
             return
         if self.striped:
             self.files = [*self.striped]

@@ -375,7 +375,7 @@ class Engine:
         pooling: PoolingKind = "last",
         normalizes: bool = True,
     ) -> list[float]:
-        """Return a vector of a text: its last hidden state, in the same batches as completions. Only on a CPU.
+        """Return a vector of a text: its last hidden state, in the same batches as completions.
 
         Args:
             pooling: Of its "last" token, or the "mean" of all its tokens.

@@ -1,8 +1,8 @@
 """Runs the steps of a paged model on a GPU. Once the engine serves, there is one CUDA graph for each bucket of rows, whatever the
 adapters.
 
-Some steps cannot be graphs, and run as they are: those with adapters that PEFT computes, with virtual tokens, or with log probabilities of
-whole prompts.
+Some steps cannot be graphs, and run as they are: those with adapters that PEFT computes, with virtual tokens, with log probabilities of
+whole prompts, or with texts of which vectors are made.
 """
 
 import logging
@@ -61,6 +61,7 @@ class CudaGraphRunner:
         self.adapting: GpuLora | None = None
         self.remember: Callable[[int, Tensor, Tensor], None] | None = None
         self.is_plain = True  # whether this step needs the kernels only
+        self.is_watched = False  # whether hooks look at what this step computes
         self._state = 0  # tells graphs apart
         self._captured: Any = None
 
@@ -112,7 +113,8 @@ class CudaGraphRunner:
 
     def logits(self, step: SchedulerOutput, kept: Tensor, inputs: Callable[[], dict[str, Any]]) -> Tensor:
         """Return the logits of the kept rows. `inputs` returns what the model is called with if the step is no graph."""
-        is_eager = self._captured is None or not self.is_plain or len(kept) > self._rows.sequences
+        must_be = not self.is_plain or self.is_watched or len(kept) > self._rows.sequences
+        is_eager = self._captured is None or must_be
         shape = Extent(step.rows, *self._counts(step), 0) if is_eager else self._shape(step, kept)
         self._fill(step, kept, shape)
         if is_eager:

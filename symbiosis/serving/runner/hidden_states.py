@@ -13,10 +13,11 @@ from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput
 
 
 class HiddenStates:
-    """The last hidden states of one served model, as its base without the head returns them. They are kept within `kept` only."""
+    """The last hidden states of one served model, as its base without the head returns them. They are kept within `kept` only. On a GPU a step
+    that they are kept of runs as it is: a graph returns its logits only."""
 
     def __init__(self, served: ModelRunner) -> None:
-        self._batches = served.batches
+        self._batches, self._runner = served.batches, served.runner
         self._kept: list[Tensor] | None = None  # of each pass of the present step
         self.why_not = why_none(served)
         if not self.why_not:
@@ -26,17 +27,21 @@ class HiddenStates:
     def kept(self) -> Iterator[None]:
         """In the block, keep those of one step."""
         self._kept = []
+        if self._runner is not None:
+            self._runner.is_watched = True
         try:
             yield
         finally:
             self._kept = None
+            if self._runner is not None:
+                self._runner.is_watched = False
 
     def of(self, step: SchedulerOutput) -> Tensor:
-        """Return those of a step that was computed in the block, float32 [rows, width]."""
+        """Return those of a step that was computed in the block, float32 [rows, width] on the CPU."""
         kept = self._kept or []
         if not self._batches:
             kept = [each[-segment.rows :] for each, segment in zip(kept, step.segments, strict=True)]
-        rows = torch.cat(kept).float()
+        rows = torch.cat(kept).float().cpu()
         if len(rows) != step.rows:
             raise ConfigError(f"the model tells {len(rows)} hidden states of {step.rows} tokens: it makes no vectors")
         return rows
@@ -48,8 +53,6 @@ class HiddenStates:
 
 def why_none(served: ModelRunner) -> str:
     """Say why a model makes no vectors, if it does not."""
-    if served.device.type != "cpu":
-        return "vectors of texts are not made on a GPU yet: serve this model on a CPU for them"
     if served.divide_adapter is not None:
         return "a model that is divided over several devices makes no vectors of texts: serve it on one"
     if getattr(served.model, "base_model", served.model) is served.model:
