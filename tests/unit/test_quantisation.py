@@ -58,8 +58,3 @@ def test_a_model_that_is_quantised_here_is_refused_by_name() -> None:
     model.is_quantized, model.config.quantization_config = True, {"quant_method": "mallory"}
     with pytest.raises(ConfigError, match="LlamaForCausalLM.*quantised by mallory"):
         symbiosis.Executor(model)
-
-
-def test_gpus_do_not_hold_them_yet() -> None:
-    with pytest.raises(ConfigError, match="by a CPU only"):
-        check_quantised(Options(model="demo", quantize="int8", device="cuda"), {})
