@@ -12,7 +12,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.executor.model.load import load_model
 from symbiosis.executor.options import Options
-from symbiosis.executor.preflight import check, check_quantised
+from symbiosis.executor.preflight import check
 
 UNREAD: dict[str, tuple[dict[str, Any], str]] = {
     "torchao": (
