@@ -4,7 +4,8 @@ Run from the repository root:
     python scripts/bench_quantised.py
     python scripts/bench_quantised.py --layers 8 --rows 1 32 64 1024
 
-Each weight is made whole for its product, as the executor does for the rows of all that it joins.
+Each weight is made whole for its product, as the executor does for the rows of all that it joins. Where one kernel multiplies the few rows of several
+programs, it makes the values of int8 and fp8 itself (`in one`).
 """
 
 import argparse
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from symbiosis.base.reporting import Report, print_table
-from symbiosis.kernels.packed import PackedWeight
+from symbiosis.kernels.gpu import few_rows
+from symbiosis.kernels.gpu.gather import IN
+from symbiosis.kernels.packed import PackedWeight, ScaledWeight
 from symbiosis.kernels.packing import FORMATS, pack
 from symbiosis.kernels.product import product
 
@@ -55,6 +58,29 @@ def forward_packed(rows: dict[int, Tensor], weights: list[PackedWeight]) -> None
         product(rows[weight.shape[1]], weight.whole(torch.bfloat16).t(), None)
 
 
+class InOne:
+    """The products of few rows by one kernel each."""
+
+    def __init__(
+        self, weights: list[PackedWeight], rows: dict[int, Tensor], cut: few_rows.Tiling | None = None
+    ) -> None:
+        self._done, self._turn = (torch.zeros(1, dtype=kind, device="cuda") for kind in (torch.int32, torch.int64))
+        self._results: list[Tensor] = []
+        self._products = []
+        for weight in weights:
+            assert isinstance(weight, ScaledWeight)
+            x = rows[weight.shape[1]]
+            y = x.new_empty(len(x), weight.shape[0])
+            kernel = few_rows.FewRowsKernel([weight.codes.t()], [None], len(x), cut, x.dtype, [weight.scale])
+            words = kernel.page([row.data_ptr() for row in x], [[row.data_ptr() for row in y]])
+            self._products.append((kernel, torch.tensor([0] * IN + words, device="cuda")))
+            self._results.append(y)
+
+    def run(self) -> None:
+        for kernel, page in self._products:
+            kernel.multiply(page, self._turn, 0, self._done)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="default: 8")
@@ -73,6 +99,10 @@ def main(arguments: list[str] | None = None) -> int:
             found = ms_of(lambda rows=rows, weights=weights: forward_packed(rows, weights))  # type: ignore[misc]
             table.append((format, str(count), f"{plain:.3f}", f"{found:.3f}", f"{found / plain:.2f}"))
             report.figure(f"{format}_{count}_rows_over_bf16", found / plain)
+            if few_rows.takes_packed(weights, torch.bfloat16, count):
+                found = ms_of(InOne(weights, rows).run)
+                table.append((f"{format} in one", str(count), f"{plain:.3f}", f"{found:.3f}", f"{found / plain:.2f}"))
+                report.figure(f"{format}_{count}_rows_in_one_over_bf16", found / plain)
     print_table(("format", "rows", "bf16 ms", "packed ms", "over bf16"), table)
     report.figure("device", torch.cuda.get_device_name())
     return report.finish()

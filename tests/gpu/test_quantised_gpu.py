@@ -67,17 +67,17 @@ def agree(split: nn.Module, unsplit: nn.Module, ids: Tensor) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2, tiny_mixtral])
 def test_split_equals_unsplit(format: str, make: Callable[[], nn.Module], tmp_path: Path, ids: Tensor) -> None:
-    model: Any = make().bfloat16()
-    model.save_pretrained(tmp_path)
+    make().bfloat16().save_pretrained(tmp_path)  # type: ignore[operator]
     where = f"local://{tmp_path}/executor.sock"
     with symbiosis.Executor(str(tmp_path), quantize=format, device="cuda", listen=[where]) as executor:
         split: Any = symbiosis.from_executor(executor.endpoint)
+        unsplit = whole_of(load_model(str(tmp_path), None, "cuda"), executor)
         assert split.device.type == "cuda"
         if make is tiny_mixtral:  # routed experts are not adapted
             with torch.no_grad():
-                assert torch.equal(split(ids.cuda()).logits, whole_of(model.cuda(), executor)(ids.cuda()).logits)
+                assert torch.equal(split(ids.cuda()).logits, unsplit(ids.cuda()).logits)
         else:
-            agree(split, whole_of(model.cuda(), executor), ids.cuda())
+            agree(split, unsplit, ids.cuda())
         assert {layer.packed for layer in executor.server.store.served()} == {format}
 
 

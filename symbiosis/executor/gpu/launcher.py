@@ -17,6 +17,7 @@ from symbiosis.executor.calls.cell_ops import CellOps
 from symbiosis.executor.compute.products import Products
 from symbiosis.executor.gpu.headroom import keep_headroom
 from symbiosis.executor.gpu.timing import GpuTiming
+from symbiosis.executor.model.store import Store
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.scheduling.ranking import AGING_S
 from symbiosis.executor.scheduling.rules import JOIN_BELOW
@@ -83,7 +84,7 @@ class Launcher:
                 self._products.multiply, self._few_rows, self._on_over, self.device, self._products.gathers_for
             )
             self.shares_time = shares_time(self.device)
-            self._has_few_rows = not self.shares_time and _loaded(self._store.linear_weights())
+            self._has_few_rows = not self.shares_time and _loaded(self._store)
         if matrices := [weight for weight in self._store.shapes if weight.dim() == 2]:
             self._pace = GpuTiming(matrices, self.device)
         keep_headroom(self._store.shapes, self._most_rows, self.device)
@@ -158,17 +159,28 @@ class Launcher:
     def _few_rows(self, call: Call, rows: int) -> "FewRowsKernel | None":
         """Return the kernel that makes a product of so many rows in one go, or None if there is none for these weights. It rounds in its own
         way."""
-        if not self._has_few_rows or call.op is not Op.FORWARD or not self._store.packed.keys().isdisjoint(call.layers):
+        if not self._has_few_rows or call.op is not Op.FORWARD:
             return None
-        from symbiosis.kernels.gpu.few_rows import FewRowsKernel, padded, takes
+        from symbiosis.kernels.gpu.few_rows import padded
 
         key = call.layers, call.view, call.bias, call.dtype, padded(rows)
         if key not in self._few:
-            matrices = [self._store.matrix(layer, call.op, call.view) for layer in call.layers]
-            biases = self._products.store.biases_of(call)
-            as_it_is = matrices[0].dtype == TORCH_DTYPE[call.dtype] and takes(matrices, rows)
-            self._few[key] = FewRowsKernel(matrices, biases, rows) if as_it_is else None
+            self._few[key] = self._made_few_rows(call, rows)
         return self._few[key]
+
+    def _made_few_rows(self, call: Call, rows: int) -> "FewRowsKernel | None":
+        from symbiosis.kernels.gpu.few_rows import FewRowsKernel, takes, takes_packed
+
+        dtype, biases = TORCH_DTYPE[call.dtype], self._store.biases_of(call)
+        matrices = [self._store.matrix(layer, call.op, call.view) for layer in call.layers]
+        packed = [self._store.packed.get(layer) for layer in call.layers]
+        if any(weight is not None for weight in packed):
+            is_whole = call.view is None and all(self._store.manifest[layer].kind == "linear" for layer in call.layers)
+            if not is_whole or not takes_packed(packed, dtype, rows):
+                return None
+            codes, scales = [weight.codes.t() for weight in packed], [weight.scale for weight in packed]  # type: ignore[union-attr]
+            return FewRowsKernel(codes, biases, rows, dtype=dtype, scales=scales)
+        return FewRowsKernel(matrices, biases, rows) if matrices[0].dtype == dtype and takes(matrices, rows) else None
 
     # ------------------------------------------------------------------ one alone
 
@@ -293,12 +305,15 @@ def _gatherer(products: Products, pool: GraphPool) -> "Gatherer | None":
         return None
 
 
-def _loaded(weights: Sequence[Tensor]) -> bool:
+def _loaded(store: Store) -> bool:
     """Whether the kernel for few rows runs on this GPU."""
     from symbiosis.kernels.gpu import few_rows
 
     try:
-        few_rows.load(weights)
+        packed = {number: store.weights[number].dtype for number in store.packed}
+        few_rows.load(store.linear_weights())
+        for dtype in set(packed.values()):
+            few_rows.load((), [store.packed[number] for number, its in packed.items() if its is dtype], dtype)
     except Exception as error:  # whatever it is: there is another way
         log(
             logging.WARNING, "a kernel does not run here: decoding together is slower", error=f"{type(error).__name__} {error}"

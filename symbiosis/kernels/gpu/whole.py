@@ -10,6 +10,7 @@ from torch import Tensor
 from symbiosis.kernels.packed import GroupedWeight, PackedWeight, ScaledWeight, TableWeight
 
 BLOCK = 1024  # columns of one program
+VALUES = 2048  # of one program that makes whole runs
 WITH_FP8 = (8, 9)  # the first GPUs whose instructions know floats of 8 bits
 
 
@@ -35,7 +36,7 @@ def _scaled(  # type: ignore[no-untyped-def]
     STRIDE,
     OF_EACH,
     SCALE_ROWS,
-    SCALES,
+    SCALES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     HAS_NUMBERS: tl.constexpr,
@@ -44,7 +45,10 @@ def _scaled(  # type: ignore[no-untyped-def]
     made, row, place, column, mask = _at(numbers, first, left, WIDTH, HAS_NUMBERS, BLOCK)
     scale_row = row // OF_EACH * SCALE_ROWS + row % OF_EACH // BLOCK_ROWS
     code = tl.load(codes + row * K + column, mask=mask).to(tl.float32)
-    factor = tl.load(scale + scale_row * SCALES + column // BLOCK_COLUMNS, mask=mask).to(tl.float32)
+    if SCALES == 1:
+        factor = tl.load(scale + scale_row).to(tl.float32)
+    else:
+        factor = tl.load(scale + scale_row * SCALES + column // BLOCK_COLUMNS, mask=mask).to(tl.float32)
     tl.store(out + made * STRIDE + place, (code * factor).to(out.dtype.element_ty), mask=mask)
 
 
@@ -82,6 +86,39 @@ def _from_table(  # type: ignore[no-untyped-def]
         factor = largest.to(tl.float32)
     whole = tl.load(table + code, mask=mask) * factor
     tl.store(out + made * STRIDE + place, whole.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_run"])
+def _whole_runs(  # type: ignore[no-untyped-def]
+    out,
+    codes,
+    table,
+    absmax,
+    nested_absmax,
+    nested_table,
+    offset,
+    first_run,
+    count,
+    RUN: tl.constexpr,
+    NESTED_RUN: tl.constexpr,
+    IS_NESTED: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """As `_from_table`, of runs that follow one another, each of which has one scale."""
+    made = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
+    run, mask = made + first_run, made < count
+    largest = tl.load(absmax + run, mask=mask)
+    if IS_NESTED:
+        of_runs = tl.load(nested_absmax + run // NESTED_RUN, mask=mask)
+        factor = tl.load(nested_table + largest.to(tl.int32), mask=mask) * of_runs + offset
+    else:
+        factor = largest.to(tl.float32)
+    at = tl.arange(0, RUN // 2)
+    pair = tl.load(codes + run[:, None] * (RUN // 2) + at[None, :], mask=mask[:, None]).to(tl.int32)
+    high = tl.load(table + (pair >> 4), mask=mask[:, None]) * factor[:, None]
+    low = tl.load(table + (pair & 15), mask=mask[:, None]) * factor[:, None]
+    whole = tl.interleave(high, low).to(out.dtype.element_ty)
+    tl.store(out + made[:, None] * RUN + tl.arange(0, RUN)[None, :], whole, mask=mask[:, None])
 
 
 @triton.jit(do_not_specialize=["first", "left"])
@@ -129,8 +166,16 @@ def fill(packed: PackedWeight, out: Tensor, first: int = 0, left: int = 0, numbe
             nested = packed.nested_absmax, packed.nested_table
             is_nested = nested[0] is not None and nested[1] is not None
             absmax, table = (packed.absmax, *nested) if is_nested else (packed.absmax,) * 3, packed.table
+            given = out, packed.codes, table, *absmax, packed.offset
             runs = packed.blocksize, packed.nested_blocksize, is_nested
-            _from_table[grid](out, packed.codes, table, *absmax, packed.offset, *at, *runs, **how)
+            K, run = packed.shape[-1], packed.blocksize
+            if numbers is None and out.is_contiguous() and width == K and not K % run:
+                count, each = out.numel() // run, max(1, VALUES // run)
+                _whole_runs[(-(-count // each),)](
+                    *given, first * K // run, count, *runs, RUNS=each, enable_fp_fusion=False
+                )
+            else:
+                _from_table[grid](*given, *at, *runs, **how)
         elif isinstance(packed, GroupedWeight):
             _grouped[grid](
                 out, packed.codes, packed.scale, packed.zero, packed.group, *at, packed.scale.shape[-1], **how
