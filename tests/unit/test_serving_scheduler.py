@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from symbiosis.serving.kv_cache.block_manager import BlockManager
 from symbiosis.serving.kv_cache.page_pool import NoRoom, PagePool
 from symbiosis.serving.lora.adapter import Adapter
-from symbiosis.serving.request import Request, Sampling, Token
+from symbiosis.serving.request import Pooling, Request, Sampling, Token
 from symbiosis.serving.scheduler import policy as policies
 from symbiosis.serving.scheduler.scheduler import PREFETCHED, UNKNOWN, Scheduler, StepRules, Unsettled
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, SchedulerOutput, Sequence
@@ -422,6 +422,18 @@ def test_cancelling_frees_everything_at_once() -> None:
     server.scheduler.drop(1)
     server.check_all_is_given_back()
     assert server.step() is None
+
+
+def test_a_text_whose_rows_are_all_under_way_has_none_in_the_next_step() -> None:
+    """It decodes nothing: of a text of which a vector is made no token is chosen."""
+    server = Server(400, StepRules())
+    server.scheduler.add(sequences(0, 20, pooling=Pooling("mean")))
+    server.scheduler.add(sequences(1, 20))
+    step = server.scheduler.next_step(0.0)
+    assert step is not None and [segment.rows for segment in step.segments] == [20, 20]
+    server.scheduler.launched(step)
+    following = server.scheduler.next_step(1.0, is_ahead=True)
+    assert following is not None and [segment.sequence.request.id for segment in following.segments] == [1]
 
 
 def test_segments_of_one_adapter_lie_beside_each_other() -> None:

@@ -45,9 +45,6 @@ def _product(  # type: ignore[no-untyped-def]
     bias = tl.load(members + WORDS * member + 1)
     columns = tl.load(members + WORDS * member + 2).to(tl.int32)
     n = (tile - tl.load(members + WORDS * member + 3).to(tl.int32)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if CODE != FLOAT:
-        scales = tl.load(members + WORDS * member + 4).to(tl.pointer_type(tl.float32))
-        scale = tl.load(scales + n, mask=n < columns, other=0.0)
     row, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     source, target = tl.load(page + IN + row), tl.load(page + IN + (1 + member) * ROWS + row)
     x = tl.multiple_of(source.to(tl.pointer_type(FLOAT))[:, None] + k[None, :], [16, 16])
@@ -56,12 +53,12 @@ def _product(  # type: ignore[no-untyped-def]
     sums = tl.zeros((ROWS, BLOCK_N), tl.float32)
     for start in range(0, tl.where(tl.max(source) != 0, K, 0), BLOCK_K):  # a cleared page: nobody is left
         inside = True if EVEN else (start + k < K)[None, :]
-        if CODE != FLOAT:  # a value is rounded as in the whole matrix
-            w_NK = (tl.load(w + start, mask=real & inside, other=0.0).to(tl.float32) * scale[:, None]).to(FLOAT)
-        else:
-            w_NK = tl.load(w + start, mask=real & inside, other=0.0)
+        w_NK = tl.load(w + start, mask=real & inside, other=0.0).to(FLOAT)  # codes of 8 bits are exact
         x_RK = tl.load(x + start, mask=there & inside, other=0.0)
         sums = tl.dot(x_RK, w_NK.T, sums)
+    if CODE != FLOAT:  # nearer to what the weight stands for than values that are rounded one by one
+        scales = tl.load(members + WORDS * member + 4).to(tl.pointer_type(tl.float32))
+        sums *= tl.load(scales + n, mask=n < columns, other=0.0)[None, :]
     if bias != 0:
         sums += tl.load(bias.to(tl.pointer_type(FLOAT)) + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
     y = tl.multiple_of(target.to(tl.pointer_type(FLOAT))[:, None] + n[None, :], [16, 16])

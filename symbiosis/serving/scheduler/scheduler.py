@@ -368,7 +368,8 @@ class Scheduler:
         here = [
             each
             for each in self.running
-            if each.produced < max(1, each.request.sampling.max_tokens)  # else its last token is chosen already
+            if each.uncomputed  # else the step under way has the rest of a text of which a vector is made
+            and each.produced < max(1, each.request.sampling.max_tokens)  # else its last token is chosen already
             and (each.adapter is None or self._is_here(each.adapter))
         ]
         prompts = [each for each in here if each.uncomputed > 1]
