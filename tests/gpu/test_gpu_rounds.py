@@ -3,11 +3,13 @@
 All that uses CUDA is a process of its own: it joins MPS only when it starts.
 """
 
+import copy
 import gc
 import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +22,10 @@ from torch import Tensor, nn
 import symbiosis
 from symbiosis.errors import ConfigError
 from symbiosis.executor import mps
+from symbiosis.executor.model.load import load_model
+from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.kernels.gpu import shareable_memory
+from symbiosis.kernels.packing import FORMATS
 from symbiosis.transport.cuda import captured_step as cuda_step
 from tests.conftest import tiny_llama, wide_llama
 from tests.gpu.conftest import Processes
@@ -37,6 +42,7 @@ from tests.gpu.test_gpu_line import (
     train_forever,
     trainer,
 )
+from tests.inproc.test_quantised import with_values
 from tests.processes import until, watching
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -84,11 +90,24 @@ def decode(
     said.put((worst, symbiosis.stats(split).mean_batch, line_of(split).steps.rounds))
 
 
-def decode_beside(endpoint: str, said: Any, seed: int, steps: int, all_there: Any) -> None:
-    """How far captured logits in bfloat16 are from the unsplit model's in float32, over how far its own in bfloat16 are."""
-    split = symbiosis.wrap(wide_llama().to("cuda", torch.bfloat16), endpoint)
-    captured, reference = decoders(split, wide_llama().to("cuda", torch.bfloat16))
-    exact = wide_llama().cuda()
+def made_whole(folder: str, format: str) -> nn.Module:
+    """The model of a checkpoint with what its packed weights stand for, on the GPU."""
+    packed = load_model(folder, None, "cuda", (), format)
+    values = {name: p.whole() for name, p in packed.named_parameters() if isinstance(p, PackedTensor)}
+    assert values
+    return with_values(load_model(folder, None, "cuda"), values)
+
+
+def decode_beside(endpoint: str, said: Any, seed: int, steps: int, all_there: Any, packed: Any = None) -> None:
+    """How far captured logits in bfloat16 are from the unsplit model's in float32, over how far its own in bfloat16 are. `packed`: a checkpoint and
+    the format in which it is held, if it is."""
+    if packed is None:
+        split = symbiosis.wrap(wide_llama().to("cuda", torch.bfloat16), endpoint)
+        plain, exact = wide_llama().to("cuda", torch.bfloat16), wide_llama().cuda()
+    else:
+        split, plain = symbiosis.from_executor(endpoint), made_whole(*packed)
+        exact = copy.deepcopy(plain).float()
+    captured, reference = decoders(split, plain)
     ids = torch.randint(3, 100, (1 + seed, 1), generator=torch.Generator().manual_seed(seed)).cuda()
     for _ in range(4):
         captured(ids)
@@ -333,6 +352,26 @@ def test_together_in_bfloat16(processes: Processes, tmp_path: Path) -> None:
     _, endpoint = served(processes, tmp_path, "lockstep", "wide", torch.bfloat16)
     all_there = processes.context.Barrier(3)
     queues = [processes.start(decode_beside, endpoint, seed, 100, all_there)[1] for seed in range(3)]
+    found = [said.get(timeout=WAIT_S) for said in queues]
+    assert all(ratio < 1.1 and rounds == 1 for ratio, _, rounds in found), found
+    assert max(batch for _, batch, _ in found) > 1.5, found
+
+
+def serve_packed(where: str, ready: Any, folder: str, format: str) -> None:
+    how: Any = {"quantize": format, "device": "cuda", "policy": "lockstep"}
+    with symbiosis.Executor(folder, listen=[f"local://{where}"], **how) as executor:
+        ready.put(executor.endpoint)
+        threading.Event().wait(10 * WAIT_S)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_together_by_packed_weights(format: str, processes: Processes, tmp_path: Path) -> None:
+    """The values are those of whole weights, whoever makes them of the codes."""
+    folder = str(tmp_path / "model")
+    wide_llama().bfloat16().save_pretrained(folder)  # type: ignore[operator]
+    _, ready = processes.start(serve_packed, f"{tmp_path}/executor.sock", folder, format)
+    endpoint, all_there = ready.get(timeout=WAIT_S), processes.context.Barrier(3)
+    queues = [processes.start(decode_beside, endpoint, seed, 100, all_there, (folder, format))[1] for seed in range(3)]
     found = [said.get(timeout=WAIT_S) for said in queues]
     assert all(ratio < 1.1 and rounds == 1 for ratio, _, rounds in found), found
     assert max(batch for _, batch, _ in found) > 1.5, found

@@ -24,6 +24,7 @@ class Tiling(NamedTuple):
 
 
 FINE = {16: Tiling(32, 256, 4), 32: Tiling(32, 256, 3)}  # by the rows
+OF_CODES = Tiling(32, 128, 5)
 COARSE, EACH = Tiling(64, 128, 3), 2  # for so many columns that each of the GPU's processors has so many tiles
 MOST = max(FINE)
 SUPPORTED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -45,6 +46,9 @@ def _product(  # type: ignore[no-untyped-def]
     bias = tl.load(members + WORDS * member + 1)
     columns = tl.load(members + WORDS * member + 2).to(tl.int32)
     n = (tile - tl.load(members + WORDS * member + 3).to(tl.int32)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if CODE != FLOAT:
+        scales = tl.load(members + WORDS * member + 4).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales + n, mask=n < columns, other=0.0)
     row, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     source, target = tl.load(page + IN + row), tl.load(page + IN + (1 + member) * ROWS + row)
     x = tl.multiple_of(source.to(tl.pointer_type(FLOAT))[:, None] + k[None, :], [16, 16])
@@ -53,12 +57,11 @@ def _product(  # type: ignore[no-untyped-def]
     sums = tl.zeros((ROWS, BLOCK_N), tl.float32)
     for start in range(0, tl.where(tl.max(source) != 0, K, 0), BLOCK_K):  # a cleared page: nobody is left
         inside = True if EVEN else (start + k < K)[None, :]
-        w_NK = tl.load(w + start, mask=real & inside, other=0.0).to(FLOAT)  # codes of 8 bits are exact
+        w_NK = tl.load(w + start, mask=real & inside, other=0.0)
+        if CODE != FLOAT:  # rounded as in the whole matrix
+            w_NK = (w_NK.to(tl.float32) * scale[:, None]).to(FLOAT)
         x_RK = tl.load(x + start, mask=there & inside, other=0.0)
         sums = tl.dot(x_RK, w_NK.T, sums)
-    if CODE != FLOAT:  # nearer to what the weight stands for than values that are rounded one by one
-        scales = tl.load(members + WORDS * member + 4).to(tl.pointer_type(tl.float32))
-        sums *= tl.load(scales + n, mask=n < columns, other=0.0)[None, :]
     if bias != 0:
         sums += tl.load(bias.to(tl.pointer_type(FLOAT)) + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
     y = tl.multiple_of(target.to(tl.pointer_type(FLOAT))[:, None] + n[None, :], [16, 16])
@@ -113,7 +116,7 @@ class FewRowsKernel:
         factors = [scale.flatten().float() for scale in scales]
         self._kept, self._count = (matrices, biases, factors), len(matrices)
         self._rows = padded(rows)
-        self._cut = cut or _cut(matrices, self._rows)
+        self._cut = cut or (OF_CODES if scales else _cut(matrices, self._rows))
         self._K, self._float = len(matrices[0]), SUPPORTED[dtype or matrices[0].dtype]
         self._code = CODES[matrices[0].dtype] if scales else self._float
         self._tiles, words = 0, []
@@ -154,7 +157,7 @@ def load(weights: Sequence[Tensor], packed: Sequence[PackedWeight] = (), dtype: 
             kinds[weight.codes.dtype, weight.shape[1]] = weight.codes.t(), [weight.scale]
     for v_KN, scales in kinds.values():
         for rows, fine in FINE.items():
-            for cut in (fine, COARSE):
+            for cut in (OF_CODES,) if scales else (fine, COARSE):
                 few_rows = FewRowsKernel([v_KN], [None], rows, cut, dtype if scales else None, scales)
                 page, turn = (torch.zeros(n, dtype=torch.int64, device=v_KN.device) for n in (IN + few_rows.words, 1))
                 few_rows.multiply(page, turn, 0, torch.zeros(1, dtype=torch.int32, device=v_KN.device))
