@@ -336,9 +336,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     write(tiny_llama(), tmp_path / "model", "fp8 rows")
     with pytest.raises(ConfigError, match="compressed-tensors .float-quantized. already"):
         symbiosis.Executor(str(tmp_path / "model"), quantize="int8")
-    with pytest.raises(ConfigError, match="not divided over several ranks yet.*with --shard layers, or on one device"):
-        words = {"devices": "cpu", "ranks": 2, "shard": "fsdp"}
-        check_quantised(Options(model="demo", **words), {"quantization_config": {"quant_method": "fp8"}})
+    for words in ({"devices": "cpu", "ranks": 2, "shard": "fsdp"}, {"devices": "0,1"}):
+        with pytest.raises(ConfigError, match="over ranks of a CPU by --shard layers only.*or on one device"):
+            check_quantised(Options(model="demo", **words), {"quantization_config": {"quant_method": "fp8"}})
     (tmp_path / "model" / "tokenizer.json").touch()
     with pytest.raises(ConfigError, match="--devices cpu: quantised weights are not divided over several devices yet"):
         check_served(ServeOptions(model=str(tmp_path / "model"), devices="cpu", ranks=2))
