@@ -1,6 +1,7 @@
 """Packs weights: int8 and fp8 with a scale for each row, nf4 as bitsandbytes packs it, with packed scales."""
 
 from collections.abc import Iterator
+from functools import cache
 from math import prod
 
 import torch
@@ -13,6 +14,7 @@ PIECE = 1 << 16  # values that are float32 at a time: packed weights are all tha
 FP8 = torch.float8_e4m3fn
 MOST_OF_FP8 = 448.0
 BLOCK, NESTED_BLOCK = 64, 256
+STEPS = 1 << 16  # to which bitsandbytes rounds what it packs by 8 bits, on a CPU
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -82,12 +84,20 @@ def _nf4(weight: Tensor) -> TableWeight:
 
 def _dynamic(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes of 8 bits, a scale for each run of 256, and the values that the codes stand for."""
-    table = dynamic_table().to(values.device)
+    table, steps = (each.to(values.device) for each in _dynamic_steps())
     runs = torch.nn.functional.pad(values, (0, -len(values) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     absmax = runs.abs().amax(1)
     scaled = (runs * (1.0 / absmax.clamp(min=1e-38))[:, None]).clamp(-1, 1).reshape(-1)[: len(values)]
-    codes = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
+    codes = steps[((scaled + 1) * 0.5 * (STEPS - 1) + 0.5).long()]
     return codes, absmax, table
+
+
+@cache
+def _dynamic_steps() -> tuple[Tensor, Tensor]:
+    """Return bitsandbytes' values of codes of 8 bits, and the code that is nearest to each of its steps from -1 to 1, to which it rounds first."""
+    table = dynamic_table()
+    step = -1 + 2 * torch.arange(STEPS, dtype=torch.float32) / (STEPS - 1)
+    return table, torch.bucketize(step, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 def dynamic_table() -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.kernels import packed as kernels
+from symbiosis.kernels import packing
 from symbiosis.kernels.packed import GroupedWeight, MicroscaledWeight, PackedWeight, ScaledWeight, TableWeight
 from symbiosis.kernels.packing import pack, packs
 
@@ -83,6 +84,13 @@ def test_runs_go_on_from_row_to_row() -> None:
     assert (packed.whole(torch.float32) - weight).abs().max() < 0.4 * weight.abs().max()
     with pytest.raises(ValueError, match="do not fill runs of 64"):
         pack(torch.zeros(3, 63), "nf4")
+
+
+def test_scales_are_rounded_as_bitsandbytes_rounds_them() -> None:
+    """Values near the middle of two codes, of which the other one is nearer."""
+    values = torch.tensor([1.0, 0.06344547867774963, 0.004938967060297728, -0.5922006964683533])
+    codes, largest, _ = packing._dynamic(values)
+    assert codes.tolist() == [255, 177, 149, 29] and largest.tolist() == [1.0]
 
 
 @pytest.mark.parametrize(("format", "error"), [("int8", 1 / 254), ("fp8", 1 / 28), ("nf4", 0.2)])
