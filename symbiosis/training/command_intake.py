@@ -143,13 +143,13 @@ class CommandIntake:
                     continue
                 self._had_calls = False
                 are_several = is_open or len({*self._queue.waiting, *self._recent}) > 1
-                if passes := self._queue.passes(self.share if are_several else self._together):
+                if passes := self._queue.passes(self._together, self.share if are_several else None):
                     return Turn(passes=self._taken(passes))
                 return Turn(goes_on=self._queue.goes_on())
 
     @property
     def share(self) -> int:
-        """How many tokens are computed together while others may wait; 0: those of one command."""
+        """How many tokens of one tenant are computed together while others may wait; 0: those of one command."""
         return min(self._together, self.tokens_in(SHARE_S))
 
     def part(self, runs: Collection[CommandingRun]) -> int:

@@ -3,7 +3,7 @@
 It is plain Python. Whose turn it is says the virtual token counter, as in serving: first of tenants, then of the runs of one.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -117,25 +117,30 @@ class CommandQueue:
         self._had(run, command.cost)
         return command
 
-    def passes(self, most: int) -> list[tuple[Any, Any]]:
-        """Take passes that are computed together: of at most so many tokens, or a single one. Their runs are in the midst of a pass until it is
+    def passes(self, most: int, share: int | None = None) -> list[tuple[Any, Any]]:
+        """Take passes that are computed together: of at most `most` tokens, or a single one. Their runs are in the midst of a pass until it is
         `done`. Nothing if it is another's turn, who is in the midst of one already.
 
-        A tenant has one pass of more tokens than that at a time.
+        Args:
+            share: Of several tenants, each has at most so many tokens among them. A pass of more is large: it is taken alone, and a tenant has one
+                at a time. Default: `most`.
         """
         taken: list[tuple[Any, Any]] = []
-        tokens, blocked = 0, set[str]()
-        for turn in self._tenants.in_turn(self._leading(most)):
+        large = most if share is None else share
+        of_tenant = large if len({run.tenant for run in (*self._waiting, *self._open)}) > 1 else most
+        tokens, blocked = Counter[str](), set[str]()
+        for turn in self._tenants.in_turn(self._leading(large)):
             if turn.command is None:
                 break
             if turn.run.name in blocked:
                 continue
-            if taken and tokens + turn.command.tokens > most:
+            its, theirs = turn.command.tokens, tokens[turn.run.tenant]
+            if taken and (tokens.total() + its > most or its > large or theirs + its > of_tenant):
                 blocked.add(turn.run.name)  # its commands stay in their order
                 continue
             taken.append((turn.run, self._pop(turn.run)))
-            tokens += turn.command.tokens
-            if tokens >= most:
+            tokens[turn.run.tenant] += its
+            if tokens.total() >= most or its > large:
                 break
         self._open |= {run: None for run, _ in taken}
         return taken

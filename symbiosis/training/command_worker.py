@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -120,7 +121,10 @@ class CommandWorker:
         """Begin passes that are computed together. Those that are large are computed in parts."""
         runs = list(dict.fromkeys(run for run, _ in commands))
         there = self._brought(commands)
-        is_large = sum(command.tokens for _, command in commands) > self._intake.share > 0
+        tokens = Counter[str]()
+        for run, command in commands:
+            tokens[run.tenant] += command.tokens
+        is_large = max(tokens.values()) > self._intake.share > 0
         most = partial(self._intake.part, runs) if is_large else lambda: 0
         asked = [(command, state) for _, command, state in there]
         self._open.append(begun := OpenPass(runs, there, self._passes.parts(asked, most)))

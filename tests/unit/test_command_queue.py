@@ -136,6 +136,30 @@ def test_a_tenant_has_one_large_pass_at_a_time_and_small_ones_beside_it() -> Non
     assert len(queue.open) == 1 and not small.commands
 
 
+def test_small_passes_of_many_are_computed_together_however_short_a_share_is() -> None:
+    queue = CommandQueue(1000)
+    many = [Asker(f"m{n}", f"tenant {n % 8}") for n in range(64)]
+    for run in many:
+        flood(queue, run, 1)
+    taken = queue.passes(1000, share=80)
+    assert len(taken) == 64
+    queue.done([run for run, _ in taken])
+
+
+def test_of_several_tenants_none_has_more_than_its_share_of_a_pass() -> None:
+    queue = CommandQueue(1000)
+    many, large, other = [Asker(f"m{n}", "many") for n in range(20)], Asker("l", "large"), Asker("o", "other")
+    flood(queue, other, 1)
+    for run in many:
+        flood(queue, run, 1)
+    flood(queue, large, 1, tokens=90)
+    taken = queue.passes(1000, share=80)
+    assert Counter(run.tenant for run, _ in taken) == {"other": 1, "many": 8}
+    queue.computed(taken, 1.0)
+    queue.done([run for run, _ in taken])
+    assert [run for run, _ in queue.passes(1000, share=80)] == [large], "a large one is alone"
+
+
 def test_a_run_in_the_midst_of_a_pass_has_nothing_else_done() -> None:
     queue = CommandQueue(1000)
     busy, other = Asker("busy", "busy"), Asker("other", "other")
