@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,9 +76,9 @@ def cluster(folder: Path, text: str, forked: bool = False) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def cluster_at(folder: Path, text: str, forked: bool = False) -> Iterator[Running]:
-    """Run a cluster whose sockets are in this folder, where this process, too, finds them."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("XDG_RUNTIME_DIR", str(folder))
+    """Run a cluster with its files in this folder. Its sockets are where this process, too, finds them, and where a socket's path is not too long."""
+    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as sockets:
+        patched.setenv("XDG_RUNTIME_DIR", sockets)
         with cluster(folder, text, forked) as found:
             yield found
 

@@ -149,6 +149,7 @@ BENCHMARKS = {  # scripts/bench_*.py, with what they take on two cores; gpu: on 
     "runs": "thousands of runs of that engine, in memory and on disk: 5 minutes (--quick: 1)",
     "rollout": "publishing what is trained, and sampler against trainer: on a CPU --tiny",
     "tensor": "a server's model divided over GPUs, beside one GPU: a minute (--quick)",
+    "quantised": "products by packed weights on a GPU, beside those of floats: seconds",
     "speculation": "draft tokens of a server, beside the same texts without: a minute",
     "gpu": "all of it on a GPU, where its parts are named: minutes each",
 }

@@ -28,7 +28,7 @@ class PoolingFields:
 
     >>> asked = PoolingFields(b'{"model": "m", "query": "one", "documents": ["a text, of course", "two"], "input": null}')
     >>> asked.model, asked.texts, asked.tokens
-    ('m', 3, 6)
+    ('m', 3, 8)
     """
 
     def __init__(self, data: bytes) -> None:
