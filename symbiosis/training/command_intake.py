@@ -17,6 +17,7 @@ MOST_LINGER = 0.5  # ... and for so long in any case
 RECENT = 8  # passes: runs that were in one of these may come back
 SHARE_S = 0.1  # so long a part of a large pass takes at most while there are others
 LEAST_S = 0.03  # ... and at least, however short theirs are
+CLOSED = "this run is closed"
 
 
 class CommandingRun(QueuedRun, Protocol):
@@ -99,10 +100,14 @@ class CommandIntake:
         return command.future
 
     def forget(self, run: CommandingRun) -> None:
+        """Forget a run, and refuse what it still has waiting."""
         with self.changed:
             self.runs.pop(run.name, None)
             self._recent.pop(run, None)
-            self._queue.forget(run, not any(other.tenant == run.tenant for other in self.runs.values()))
+            is_last = not any(other.tenant == run.tenant for other in self.runs.values())
+            left = self._taken([(run, command) for command in self._queue.forget(run, is_last)])
+            for _, command in left:
+                command.future.set_exception(ConfigError(CLOSED))
 
     def close(self) -> bool:
         """Take no more commands; what waits is still given out. Returns whether it was closed before."""
@@ -115,7 +120,7 @@ class CommandIntake:
         if self._closed:
             raise ConfigError("this engine is closed")
         if run is not None and self.runs.get(run.name) is not run:
-            raise ConfigError("this run is closed")
+            raise ConfigError(CLOSED)
 
     # ---------------------------------------------------------------- for the thread that does them
 
@@ -168,9 +173,9 @@ class CommandIntake:
         return min(self._together, self.tokens_in(max(LEAST_S, min([SHARE_S, *took]))))
 
     def take(self, runs: list[Any], verb: str | None = None) -> Taken:
-        """Take the next command of each of these runs, or of those where it is this verb."""
+        """Take the next command of each of these runs that has one, or of those where it is this verb."""
         with self.changed:
-            wanted = [run for run in runs if verb is None or run.commands[0].verb == verb]
+            wanted = [run for run in runs if run.commands and (verb is None or run.commands[0].verb == verb)]
             return self._taken([(run, self._queue.take(run)) for run in wanted])
 
     def was_done(self) -> None:

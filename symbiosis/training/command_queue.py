@@ -3,7 +3,7 @@
 It is plain Python. Whose turn it is says the virtual token counter, as in serving: first of tenants, then of the runs of one.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -48,9 +48,8 @@ class TokenCounters:
         self._had: dict[str, float] = {}
         self._reached = 0.0
 
-    def came(self, name: str, others: Iterable[str]) -> None:
-        there = set(others) - {name}
-        self._had[name] = lifted(self._had, name, there) if there else max(self._had.get(name, 0.0), self._reached)
+    def came(self, name: str, others: Collection[str]) -> None:
+        self._had[name] = lifted(self._had, name, others) if others else max(self._had.get(name, 0.0), self._reached)
 
     def had(self, name: str, cost: float) -> None:
         before = self._had.get(name, 0.0)
@@ -76,7 +75,7 @@ class CommandQueue:
         self._waiting: dict[Any, None] = {}  # runs with commands
         self._open: dict[Any, None] = {}  # runs in the midst of a pass
         self._tenants = TokenCounters()
-        self._runs: dict[str, TokenCounters] = {}  # by tenant
+        self._runs = defaultdict[str, TokenCounters](TokenCounters)  # by tenant
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -89,9 +88,11 @@ class CommandQueue:
     def add(self, run: QueuedRun, command: Queued) -> None:
         if run not in self._waiting:
             there = self._waiting | self._open
-            self._tenants.came(run.tenant, {other.tenant for other in there})
-            of_tenant = self._runs.setdefault(run.tenant, TokenCounters())
-            of_tenant.came(run.name, [other.name for other in there if other.tenant == run.tenant])
+            if run.tenant not in (tenants := {other.tenant for other in there}):
+                self._tenants.came(run.tenant, tenants)
+            if run not in there:
+                others = [other.name for other in there if other.tenant == run.tenant]
+                self._runs[run.tenant].came(run.name, others)
             self._waiting[run] = None
         run.commands.append(command)
 
@@ -160,12 +161,16 @@ class CommandQueue:
         for run in runs:
             self._open.pop(run, None)
 
-    def forget(self, run: QueuedRun, is_last_of_tenant: bool) -> None:
+    def forget(self, run: QueuedRun, is_last_of_tenant: bool) -> list[Any]:
+        """Forget a run. Return the commands that it still has: they came before it was closed, and behind that."""
+        left = list(run.commands)
+        run.commands.clear()
+        self._waiting.pop(run, None)
+        self._runs[run.tenant].forget(run.name)
         if is_last_of_tenant:
             self._tenants.forget(run.tenant)
-            self._runs.pop(run.tenant, None)
-        elif (of_tenant := self._runs.get(run.tenant)) is not None:
-            of_tenant.forget(run.name)
+            del self._runs[run.tenant]
+        return left
 
     def _pop(self, run: QueuedRun) -> Any:
         command = run.commands.popleft()

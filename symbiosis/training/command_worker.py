@@ -78,8 +78,8 @@ class CommandWorker:
         for run in runs:
             if run in stepped:
                 continue
-            [(_, command)] = self._intake.take([run])
-            self._call(run, command)
+            for _, command in self._intake.take([run]):
+                self._call(run, command)
             if time.monotonic() - began > max(CALLS_S, self._intake.last_s):
                 return
 

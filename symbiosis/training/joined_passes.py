@@ -138,4 +138,5 @@ def _parts(works: Sequence[RunWork], limit: Callable[[], int]) -> Iterator[list[
                 part, tokens, first, most = [], 0, number, limit()
             tokens += len(datum)
         part.append(work.part(first, len(work.data)))
-    yield part
+    if part:
+        yield part

@@ -184,6 +184,24 @@ def test_large_passes_of_two_tenants_are_computed_in_turn() -> None:
                 torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+def test_what_comes_behind_a_close_is_refused_and_others_go_on(is_last: bool) -> None:
+    with Engine(tiny_llama()) as engine:
+        closed, other = engine.create(lora(), tenant="eve"), engine.create(lora(), tenant="bob" if is_last else "eve")
+        go, _ = held(engine)
+        closing = threading.Thread(target=closed.close)
+        closing.start()
+        while not closed.commands:
+            time.sleep(0.01)
+        late = [closed.forward_backward(batch(1)), closed.step(1e-2)]
+        go.set()
+        closing.join(60)
+        for each in late:
+            with pytest.raises(ConfigError, match="this run is closed"):
+                each.result(60)
+        assert other.forward_backward(batch(1)).result(60).loss > 0
+
+
 def test_calls_of_one_do_not_keep_others_from_passes() -> None:
     with Engine(tiny_llama()) as engine:
         flooding, other = engine.create(lora(), tenant="eve"), engine.create(lora(), tenant="bob")

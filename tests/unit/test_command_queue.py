@@ -87,6 +87,22 @@ def test_who_comes_while_nobody_waits_has_saved_up_nothing() -> None:
     assert abs(had["old"] - had["new"]) <= 2
 
 
+def test_a_tenant_that_is_there_gets_its_share_whichever_of_its_runs_come_and_go() -> None:
+    """Both of its runs wait for each of their small passes to be done before they ask for the next, beside one that floods with large ones."""
+    queue = CommandQueue(1000)
+    eve, mine = Asker("e", "eve"), [Asker(name, "bob") for name in "xy"]
+    flood(queue, eve, 100, tokens=100)
+    for run in mine:
+        flood(queue, run, 1)
+    had = Counter[str]()
+    for _ in range(200):
+        for run, command in passed(queue, 10):
+            had[run.tenant] += command.tokens
+            if run is not eve:
+                flood(queue, run, 1)
+    assert abs(had["eve"] - had["bob"]) <= 110, had
+
+
 @dataclass
 class Part:
     """A pass of which this many parts are left."""
