@@ -36,15 +36,18 @@ def python(*words: str) -> list[str]:
 
 def tried(code: str, *words: str, given: bytes, most_s: int) -> CompletedProcess[bytes]:
     """Run code that may never end in a process of its own, which reads what is given. Raises `TimeoutExpired` if it takes more seconds of a processor:
-    how busy the machine is changes nothing.
+    how busy the machine is changes nothing. What is ended so leaves no core dump.
 
     >>> tried("print(int(input()) + 1)", given=b"1", most_s=2).stdout
     b'2\\n'
     >>> tried("while True: pass", given=b"", most_s=1)
     Traceback (most recent call last):
     subprocess.TimeoutExpired: Command 'the code that is tried' timed out after 1 seconds
+    >>> tried("print(resource.getrlimit(resource.RLIMIT_CORE))", given=b"", most_s=1).stdout
+    b'(0, 0)\\n'
     """
-    bounded = f"import resource; resource.setrlimit(resource.RLIMIT_CPU, ({most_s}, {most_s + 1}))\n{code}"
+    limits = f"{{resource.RLIMIT_CORE: (0, 0), resource.RLIMIT_CPU: ({most_s}, {most_s + 1})}}"
+    bounded = f"import resource\nfor each in {limits}.items(): resource.setrlimit(*each)\n{code}"
     ran = run(python("-c", bounded, *words), input=given, timeout=TRIED_S, capture_output=True, check=False)
     if ran.returncode == -signal.SIGXCPU:
         raise TimeoutExpired("the code that is tried", most_s)

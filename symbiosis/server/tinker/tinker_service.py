@@ -83,7 +83,9 @@ class TrainingService:
         """Return what a tenant has on the disk, at other servers, too: its checkpoints, its sessions, and what trainers keep of the runs of those."""
         here = [each.folder for each in self._sessions if each.tenant == tenant]
         sessions = [*here, *self._sessions.elsewhere.of(tenant)]
-        kept = [run for each in sessions for run in (each.parent.parent / RUNS).glob(f"{each.name}:train:*")]
+        ids, states = {each.name for each in sessions}, {each.parent.parent for each in sessions}
+        runs = [run for state in states for run in (state / RUNS).glob("*:train:*")]
+        kept = [run for run in runs if run.name.partition(":train:")[0] in ids]
         return [*self.checkpoints.folders(tenant), *sessions, *kept]
 
     def _forget(self, session: TinkerSession, why: str) -> None:
