@@ -22,6 +22,7 @@ from symbiosis.cluster.router.upstream import Lost
 from symbiosis.protocol.cluster_state import Member, Told
 from symbiosis.server.api_keys import Tenant
 from symbiosis.server.ipc.tenant_threads import LARGE
+from symbiosis.server.server_marks import mark_of, new_session_id
 from symbiosis.server.sse import SseWriter
 from tests.secret_files import write_secret
 
@@ -52,10 +53,11 @@ def front(tmp_path: Path) -> RouterState:
     return RouterState(view, str(tmp_path / "keys"))
 
 
-async def told(front: RouterState, name: str, **body: Any) -> tuple[int, str]:
+async def told(front: RouterState, name: str, path: str = "/v1/completions", **body: Any) -> tuple[int, str]:
     """What is answered within a moment; 0 if the request waits."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://localhost") as http:
-        post = http.post("/v1/completions", json={"model": "m", "prompt": "a", **body}, headers=KEYS[name])
+        usual = {"prompt": "a"} if path == "/v1/completions" else {}
+        post = http.post(path, json={"model": "m", **usual, **body}, headers=KEYS[name])
         try:
             answer = await asyncio.wait_for(post, 0.3)
         except TimeoutError:
@@ -76,6 +78,14 @@ def test_what_can_never_be_had_is_refused_at_once(
     status, text = asyncio.run(told(front, name, **body))
     assert status == 400 and why in text
     assert front.view.room.has("other", MOST_WAITING // 2), "nothing of it waits"
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
+def test_what_a_run_computes_is_of_all_that_its_key_may_have(front: RouterState, path: str, field: str) -> None:
+    front.view._marks = {mark_of("m-server-1"): 1}
+    run = f"{new_session_id('m-server-1')}:train:0"
+    status, text = asyncio.run(told(front, "eve", path, model=run, **{field: ["a"] * 3001}))
+    assert status == 400 and "at most 3000 completions, and this would be 3001" in text
 
 
 def test_nobody_closes_the_waiting_room_to_others(front: RouterState) -> None:

@@ -99,7 +99,7 @@ async def completion(front: RouterState, request: Request) -> ASGIApp:
     if training_requests.names_a_run(asked.model):
         front.view.look()
         seen = server_of(front.view, mark_in(asked.model))
-        return front.complete_at(request, tenant, asked, data, seen)
+        return front.compute_at(request, tenant, seen, data, asked.sequences)
     return front.relay(request, tenant, asked)
 
 
@@ -130,7 +130,7 @@ async def pooled(front: RouterState, request: Request) -> ASGIApp:
     asked = await front.made(request, tenant, len(data), 1, lambda: PoolingFields(data))
     if asked.model is not None and training_requests.names_a_run(asked.model):
         front.view.look()
-        return front.forward(request, tenant.name, server_of(front.view, mark_in(asked.model)), data)
+        return front.compute_at(request, tenant, server_of(front.view, mark_in(asked.model)), data, asked.texts)
     return front.pool(request, tenant, asked, data)
 
 

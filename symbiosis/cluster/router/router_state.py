@@ -92,12 +92,10 @@ class RouterState(ApiState):
             raise wrong(f"at most {most} completions, and this would be {sequences}", "n")
         self.check_room(tenant, sequences)
 
-    def complete_at(
-        self, request: Request, tenant: Tenant, asked: CompletionFields, data: bytes, seen: Seen
-    ) -> Forward:
-        """Return the answer to a completion by what one server alone has."""
-        self._check_sequences(tenant, asked.sequences)
-        return self.forward(request, tenant.name, seen, data, asked.sequences)
+    def compute_at(self, request: Request, tenant: Tenant, seen: Seen, data: bytes, sequences: int) -> Forward:
+        """Return the answer to what one server alone can compute, in so many sequences."""
+        self._check_sequences(tenant, sequences)
+        return self.forward(request, tenant.name, seen, data, sequences)
 
     def forward(self, request: Request, tenant: str, seen: Seen, data: bytes, sequences: int = 0) -> Forward:
         """Return the answer to what one server alone can answer, if the tenant may have so many."""
