@@ -168,7 +168,7 @@ class Run:
         return make(*given.args[1:], **given.kwargs)
 
     def close(self) -> None:
-        """Forget the run, when its commands have been done; also on disk."""
+        """Forget the run, when its commands have been done; also on disk. What is sent after this is refused."""
         self._put(Command("close", call=lambda _: self._engine.forget(self))).result()
 
     def _forward_backward(self, batch: Any, loss: str | Custom, config: Mapping[str, float] | None) -> Command:
