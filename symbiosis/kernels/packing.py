@@ -60,7 +60,7 @@ def _by_rows(weight: Tensor, format: str) -> ScaledWeight:
 
 
 def _nf4(weight: Tensor) -> TableWeight:
-    """Return codes as bitsandbytes' CPU functions make them, bit for bit; of the packed scales one in a thousand is the next one."""
+    """Return codes and packed scales as bitsandbytes' CPU functions make them, bit for bit."""
     shape, device = tuple(weight.shape), weight.device
     if not packs(shape, "nf4"):
         raise ValueError(f"a weight of {shape} is not packed as nf4: its values do not fill runs of {BLOCK}")
@@ -88,7 +88,7 @@ def _dynamic(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     runs = torch.nn.functional.pad(values, (0, -len(values) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     absmax = runs.abs().amax(1)
     scaled = (runs * (1.0 / absmax.clamp(min=1e-38))[:, None]).clamp(-1, 1).reshape(-1)[: len(values)]
-    codes = steps[((scaled + 1) * 0.5 * (STEPS - 1) + 0.5).long()]
+    codes = steps[((scaled.nan_to_num_(0) + 1) * 0.5 * (STEPS - 1) + 0.5).long()]
     return codes, absmax, table
 
 

@@ -10,7 +10,7 @@ from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.kernels import packed as kernels
 from symbiosis.kernels import packing
 from symbiosis.kernels.packed import GroupedWeight, MicroscaledWeight, PackedWeight, ScaledWeight, TableWeight
-from symbiosis.kernels.packing import pack, packs
+from symbiosis.kernels.packing import FORMATS, pack, packs
 
 
 def blocks(rows: int, columns: int) -> PackedWeight:
@@ -84,6 +84,14 @@ def test_runs_go_on_from_row_to_row() -> None:
     assert (packed.whole(torch.float32) - weight).abs().max() < 0.4 * weight.abs().max()
     with pytest.raises(ValueError, match="do not fill runs of 64"):
         pack(torch.zeros(3, 63), "nf4")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_weight_that_is_damaged_is_packed_and_says_so(format: str, value: float) -> None:
+    weight = torch.randn(8, 64)
+    weight[3, 3] = value
+    assert "NaN or infinite" in str(pack(weight, format).problem())
 
 
 def test_scales_are_rounded_as_bitsandbytes_rounds_them() -> None:
