@@ -279,6 +279,11 @@ class ExecutorLoop:
         return self.store.fingerprint
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether clients may map weights: none do that lie packed on a GPU, whatever the options say."""
+        return bool(self.store.files)
+
+    @property
     def clients(self) -> int:
         """How many are joined, those aside that only look. Callable from any thread."""
         return sum(not session.observer for session in list(self.sessions.values()))

@@ -79,6 +79,7 @@ def test_split_equals_unsplit(format: str, make: Callable[[], nn.Module], tmp_pa
         else:
             agree(split, unsplit, ids.cuda())
         assert {layer.packed for layer in executor.server.store.served()} == {format}
+        assert not executor.server.shares_weights
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "nf4 nested", "gptq", "awq"])

@@ -131,6 +131,28 @@ def test_a_server_starts_when_its_own_executor_is_ready(tmp_path: Path) -> None:
     cluster.members["demo-executor-1"].kill()
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_server_that_maps_no_weights_is_replaced_when_its_base_has_changed(shares: bool, tmp_path: Path) -> None:
+    """Whatever the options say: weights that are packed on a GPU are not mapped."""
+    plan = Plan(name="lab", models={"demo": ModelPlan(servers=1)})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        cluster = ClusterController(plan, listener, Short(plan, tmp_path))
+    cluster.add("demo")
+    executor = cluster.members["demo-executor-1"]
+    member = cluster.members["demo-server-1"].member
+    server = cluster.members[member.name] = LocalProcess(member, ["-c", CODE])
+    server.needs = executor
+    server.start()
+    try:
+        server.health["fingerprint"] = "a base"
+        for base, differs in (("a base", False), ("another one", True)):
+            executor.health |= {"fingerprint": base, "shares_weights": shares}
+            cluster._look_at_base(server)
+            assert (server.draining_since is not None) == (differs and not shares)
+    finally:
+        server.kill()
+
+
 @pytest.fixture
 def unstarted(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

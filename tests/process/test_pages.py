@@ -57,7 +57,7 @@ def test_health_tells_probes_by_its_status() -> None:
     answer = ask(pages, "/health")
     told = json.load(answer)
     assert answer.headers["Content-Type"] == "application/json" and told["status"] == "ready" and told["turned_s"] >= 0
-    assert told["clients"] == 0
+    assert told["clients"] == 0 and told["shares_weights"] is False
     model = symbiosis.from_executor(executor.endpoint)
     assert json.load(ask(pages, "/health"))["clients"] == 1
     del model

@@ -249,7 +249,8 @@ class ClusterController:
         ):
             return
         differs = executor.fingerprint and server.fingerprint not in ("", executor.fingerprint)
-        if differs and not executor_options(self.plan.models[model], model, listen=("local:///x",)).shares_all_weights:
+        options = executor_options(self.plan.models[model], model, listen=("local:///x",))
+        if differs and not (options.shares_all_weights and executor.health.get("shares_weights")):
             self.drain(
                 server.name, f"{executor.name} serves another base than it does by now", comes_back=server.comes_back
             )

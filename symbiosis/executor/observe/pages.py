@@ -61,6 +61,9 @@ class PageSource(Protocol):
     def fingerprint(self) -> str: ...
 
     @property
+    def shares_weights(self) -> bool: ...
+
+    @property
     def turned_s(self) -> float: ...
 
     @property
@@ -178,13 +181,13 @@ class Pages(ThreadingMixIn, TCPServer):
 
     def health(self) -> PageAnswer:
         """Answer 200 if calls are answered, else 503, with the status (`starting`, `ready`, `draining` or `stalled`), the seconds since the
-        loop last ran, how many clients are joined, and the fingerprint of the model."""
+        loop last ran, how many clients are joined, the fingerprint of the model, and whether clients may map its weights."""
         executor = self._executor
         status = "starting" if executor is None else executor.health(STALLED_S)
         told: dict[str, object] = {"status": status}
         if executor is not None and status != "starting":
             told |= {"turned_s": round(executor.turned_s, 1), "clients": executor.clients}
-            told["fingerprint"] = executor.fingerprint
+            told |= {"fingerprint": executor.fingerprint, "shares_weights": executor.shares_weights}
         body = json.dumps(told).encode() + b"\n"
         return PageAnswer(200 if status == "ready" else 503, body, {"Content-Type": "application/json"})
 

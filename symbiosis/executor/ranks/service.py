@@ -52,7 +52,7 @@ class Service:
     turned_s, clients, fingerprint = 0.0, 0, ""
 
     def __init__(self, model: str, options: Options, file: str) -> None:
-        self._model, self._options = model, options
+        self._model, self._options, self.shares_weights = model, options, options.shares_weights
         self._orders = [Order(model, options, rank, file) for rank in range(len(options.places))]
         self._ranks: dict[int, Rank] = {}
         self.ports: dict[int, int] = {}  # of the pages of ranks that are ready
