@@ -89,7 +89,7 @@ def _dynamic(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     absmax = runs.abs().amax(1)
     scaled = (runs * (1.0 / absmax.clamp(min=1e-38))[:, None]).clamp(-1, 1).reshape(-1)[: len(values)]
     codes = steps[((scaled.nan_to_num_(0) + 1) * 0.5 * (STEPS - 1) + 0.5).long()]
-    return codes, absmax, table
+    return codes, absmax, table.clone()  # each weight has its own: they are counted, saved and moved one by one
 
 
 @cache
