@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,17 +26,21 @@ PAGES = [
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def docstrings(tree: ast.Module) -> list[str]:
+@cache
+def docstrings(path: Path) -> list[str]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.parse(path.read_text())
     found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
     return [text for text in found if text]
 
 
+@cache
 def file_exists(name: str) -> bool:
     pattern = re.compile("/" + re.escape(name).replace(r"\*", "[^/]*").replace("NAME", "[^/]*") + "$")
     return name in MADE_BY_USERS or any(pattern.search(file) for file in FILES)
 
 
+@cache
 def module_name_exists(name: str) -> bool:
     """`name` is a dotted one: of modules of this package, and at its end perhaps of something in a module."""
     place, rest = PACKAGE, name.removeprefix("symbiosis.").split(".")
@@ -68,7 +73,7 @@ def test_what_docstrings_name_exists() -> None:
     found = {
         str(path.relative_to(ROOT)): names
         for path in MODULES
-        if (names := [name for text in docstrings(ast.parse(path.read_text())) for name in dead(text)])
+        if (names := [name for text in docstrings(path) for name in dead(text)])
     }
     assert not found
 
@@ -89,8 +94,5 @@ def test_every_file_is_on_the_map() -> None:
 def test_docstrings_are_whole_sentences() -> None:
     """One that goes on where another one ended says nothing in `help()`."""
     assert not [
-        (path.name, text)
-        for path in MODULES
-        for text in docstrings(ast.parse(path.read_text()))
-        if text.startswith(("...", "The same"))
+        (path.name, text) for path in MODULES for text in docstrings(path) if text.startswith(("...", "The same"))
     ]

@@ -128,7 +128,9 @@ class Owner:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("count", [10_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "count", [3_000, pytest.param(10_000, marks=pytest.mark.full), pytest.param(1_000_000, marks=pytest.mark.soak)]
+)
 @pytest.mark.timeout(7200)
 def test_everybody_gets_the_product_of_its_own_rows(count: int, realm: Realm) -> None:
     """64 sessions of four tenants, joined in batches as they come."""

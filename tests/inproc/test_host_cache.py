@@ -79,7 +79,10 @@ def test_without_a_c_compiler(name: str, batch: dict[str, torch.Tensor], small_b
     assert torch.equal(continued(model, batch, past_key_values=cache), continued(own, batch))
 
 
-@pytest.mark.parametrize("name", ["window", "soft caps", "sinks", "two kinds of layers"])
+@pytest.mark.parametrize(
+    "name",
+    ["window", *(pytest.param(name, marks=pytest.mark.full) for name in ("soft caps", "sinks")), "two kinds of layers"],
+)
 def test_what_no_window_shows_any_more_is_given_back(
     name: str, batch: dict[str, torch.Tensor], small_blocks: None
 ) -> None:

@@ -66,7 +66,11 @@ SHAPES: dict[str, Callable[[int, int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)],
+    ids=lambda dtype: str(dtype)[6:],
+)
 def test_every_layout_of_rows_and_of_their_gradient(serve: Callable, dtype: torch.dtype) -> None:
     """Of layers of odd sizes."""
     torch.manual_seed(0)

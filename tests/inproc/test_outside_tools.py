@@ -245,6 +245,7 @@ def test_scripted_layers_call_the_executor(denied: nn.Module, llama: nn.Module) 
     assert torch.equal(scripted(x), llama.get_submodule(QUERY)(x).relu())
 
 
+@pytest.mark.full
 def test_compiled_experts(serve: Callable) -> None:
     base = tiny_mixtral()
     splits = [symbiosis.wrap(copy.deepcopy(base), serve(base, allow_read=reads).endpoint) for reads in (False, True)]

@@ -169,7 +169,7 @@ def test_an_adapter_is_loaded_while_others_run(tmp_path: Path) -> None:
     assert serving.library.has("second")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 def test_kinds_in_half_types(dtype: torch.dtype, tmp_path: Path) -> None:
     """But for rounding: PEFT computes most of them in float32 between two roundings."""
     kinds = (

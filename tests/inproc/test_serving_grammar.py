@@ -45,7 +45,7 @@ def engine(tokenizer: bool = True, **options: Any) -> Engine:
     return Engine(model, AutoTokenizer.from_pretrained(DEMO) if tokenizer else None, memory=1 << 24, **options)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.5])
 def test_text_follows_the_schema(temperature: float) -> None:
     pytest.importorskip("llguidance")
     with engine() as one:

@@ -545,6 +545,7 @@ def test_nothing_is_left_when_it_has_ended(running: Running) -> None:
     assert not alive(pids)
 
 
+@pytest.mark.full
 def test_processes_that_import_for_themselves_are_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
     """As a user's do: those above are forked from one that has imported everything."""
     with cluster_at(tmp_path_factory.mktemp("imports"), "port: 0\nmodels: {demo: {servers: 1}}") as found:

@@ -65,6 +65,7 @@ def test_demo(tmp_path: Path) -> None:
     assert len(set(figures["texts"].values())) == 2
 
 
+@pytest.mark.full
 def test_the_base_is_larger_and_writes_the_same(tmp_path: Path) -> None:
     enlarge(tmp_path, 6)
     small, large = load_model("demo"), load_model(str(tmp_path))

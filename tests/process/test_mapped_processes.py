@@ -222,6 +222,7 @@ def _join_often(say: Callable[[Any], None], endpoint: str, times: int) -> Any:
     return before, state()
 
 
+@pytest.mark.full
 def test_a_thousand_joins_leave_nothing_behind(executor: Executor, processes: list[Process]) -> None:
     def of_executor() -> tuple[int, int]:
         maps = Path(f"/proc/{executor.pid}/maps").read_text().count("memfd:")

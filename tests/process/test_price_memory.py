@@ -51,6 +51,7 @@ print(json.dumps(result))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is told by /proc")
 def test_a_call_needs_no_more_memory_than_its_price_says() -> None:
     """Torch's memory is no other's, so what counts is the most that a process had."""

@@ -138,7 +138,7 @@ def learned(v_KN: Tensor) -> Proofs:
 
 @FLOATS
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.DGRAD])
-@pytest.mark.parametrize("width", [64, 4096])
+@pytest.mark.parametrize("width", [64, pytest.param(4096, marks=pytest.mark.full)])
 def test_lies_are_found_whatever_the_width(width: int, op: Op, dtype: torch.dtype) -> None:
     """Also beside a column of the layer that is much larger than the others."""
     v_KN, others_KN = ((torch.randn(width, width) / width**0.5).to(dtype) for _ in range(2))
