@@ -169,7 +169,8 @@ def fill(packed: PackedWeight, out: Tensor, first: int = 0, left: int = 0, numbe
             given = out, packed.codes, table, *absmax, packed.offset
             runs = packed.blocksize, packed.nested_blocksize, is_nested
             K, run = packed.shape[-1], packed.blocksize
-            if numbers is None and out.is_contiguous() and width == K and not K % run:
+            is_plain = numbers is None and out.is_contiguous() and width == K
+            if is_plain and not K % run and not run & (run - 1):
                 count, each = out.numel() // run, max(1, VALUES // run)
                 _whole_runs[(-(-count // each),)](
                     *given, first * K // run, count, *runs, RUNS=each, enable_fp_fusion=False
