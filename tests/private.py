@@ -59,13 +59,18 @@ def trained(model: nn.Module, ids: Tensor, steps: int = 8) -> tuple[list[float],
 
 
 def tampered(executor: symbiosis.Executor, change: Callable[[Tensor], Tensor]) -> None:
-    """From now on this executor changes its answers, as an operator could."""
-    engine = executor.server.engine
-    compute = engine.slices.compute
+    """From now on this executor changes its answers, as an operator could, until its `compute` is put back. On a busy machine it takes turns."""
+    slices = executor.server.engine.slices
+    compute, compute_turn = slices.compute, slices.compute_turn
 
-    def lie(slices: Any) -> None:
-        compute(slices)
-        for piece in slices:
+    def lie(pieces: Any) -> None:
+        compute(pieces)
+        for piece in pieces:
             piece.item.work.out.copy_(change(piece.item.work.out))
 
-    engine.slices.compute = lie  # type: ignore[method-assign]
+    def lie_at_last(batch: Any) -> None:
+        compute_turn(batch)
+        for piece in batch.slices if batch.ends and slices.compute is lie else ():
+            piece.item.work.out.copy_(change(piece.item.work.out))
+
+    slices.compute, slices.compute_turn = lie, lie_at_last  # type: ignore[method-assign]
