@@ -71,6 +71,17 @@ def busy(message: str, reason: str, retry_s: float = 1.0) -> ApiError:
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{message}: try again later", retry_s=retry_s, reason=reason)
 
 
+def too_many_at_once(field: str, most: float, count: int, who: str = "") -> ApiError:
+    """Return the error for more completions (`n`), or more texts in another field, than there may be, at all or of one key (`who`).
+
+    >>> str(too_many_at_once("n", 3, 4)), str(too_many_at_once("input", 3, 4, " of one key"))
+    ('at most 3 completions, and this would be 4', 'at most 3 texts of one key, and this would be 4: send fewer at once in input')
+    """
+    if field == "n":
+        return wrong(f"at most {most} completions{who}, and this would be {count}", field)
+    return wrong(f"at most {most} texts{who}, and this would be {count}: send fewer at once in {field}", field)
+
+
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """Return an error of the engine's with the field's name in the request, with which its message begins.
 

@@ -86,12 +86,10 @@ Completions = Annotated[int, msgspec.Meta(ge=1, le=int(LIMITS["completions"].mos
 Truncation = Annotated[int, msgspec.Meta(ge=-1, le=MANY)]  # tokens that are left of a prompt; -1: what the model takes
 
 
-class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both kinds of completions have."""
+class DrawnBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that completions, chats and responses have by the same names: how tokens are drawn, and what they are for."""
 
     model: str
-    max_tokens: Tokens | None = None
-    min_tokens: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Whole | None = None
@@ -101,8 +99,29 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: Whole | None = None
-    n: Completions = 1
     stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    priority: Whole | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    # HARMLESS
+    user: Label | None = None
+    metadata: Metadata | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    # DEFAULTS
+    service_tier: msgspec.Raw = RAW
+    prompt_cache_options: msgspec.Raw = RAW
+    prompt_cache_retention: msgspec.Raw = RAW
+
+
+class Body(DrawnBody, kw_only=True):
+    """The fields that both kinds of completions have."""
+
+    max_tokens: Tokens | None = None
+    min_tokens: Whole | None = None
+    n: Completions = 1
     stop_token_ids: list[Whole] | None = None
     allowed_token_ids: list[Whole] | None = None
     bad_words: list[str] | None = None
@@ -112,11 +131,6 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Whole | None = None
     logprob_token_ids: list[Whole] | None = None
-    priority: Whole | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -125,16 +139,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     continuation: Continuation | None = None
-    # HARMLESS
-    user: Label | None = None
-    metadata: Metadata | None = None
-    safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
     # DEFAULTS
     store: msgspec.Raw = RAW
-    service_tier: msgspec.Raw = RAW
-    prompt_cache_options: msgspec.Raw = RAW
-    prompt_cache_retention: msgspec.Raw = RAW
     use_beam_search: msgspec.Raw = RAW
     length_penalty: msgspec.Raw = RAW
 

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 
 from symbiosis.base.fair_share import Lease
 from symbiosis.server import pooling_reply
-from symbiosis.server.api_errors import busy, wrong
+from symbiosis.server.api_errors import busy, too_many_at_once, wrong
 from symbiosis.server.api_keys import Tenant
 from symbiosis.server.body_readers import takes
 from symbiosis.server.generation import Generation
@@ -149,14 +149,11 @@ async def _classes(front: ServingState, tenant: Tenant, body: PoolingBody) -> tu
 async def _answered(front: ServingState, request: Request, tenant: Tenant, wanted: VectorsWanted) -> ASGIApp:
     """Begin a request for each prompt, and return the answer, which ends them and what they were admitted with."""
     longest, count = front.remote.welcome.longest, len(wanted.prompts)
-    with front.admitted(tenant, None, count, longest) as admission:
+    with front.admitted(tenant, None, count, longest, wanted.field) as admission:
         room = Lease(front.vectors, tenant.name)
         admission.at_end.append(room.end)
         if count * wanted.width > front.vectors.alone:
-            most = front.vectors.alone // wanted.width
-            raise wrong(
-                f"{wanted.field} may have {most} texts, and there are {count}: send fewer at once", wanted.field
-            )
+            raise too_many_at_once(wanted.field, front.vectors.alone // wanted.width, count)
         if not room.take(count * wanted.width):
             raise busy("vectors of other texts are under way", "share_of_key")
         prompts = await front.made(request, tenant, wanted.size, count, lambda: [make() for make in wanted.prompts])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from symbiosis.errors import ConfigError
-from symbiosis.server.api_errors import ApiError, wrong
+from symbiosis.server.api_errors import ApiError, too_many_at_once, wrong
 from symbiosis.server.openai_fields import OF_TEMPLATE
 from symbiosis.server.openai_protocol import Body, Prediction, refused
 from symbiosis.server.pooling_protocol import PoolingBody
@@ -59,7 +59,7 @@ class Prompts:
         """Return the prompts of a request: one text, tokens, or a list of either. None is longer than what could fit, unless it is cut."""
         several: list[Any] = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
         if len(several) > self._most:
-            raise wrong(f"at most {self._most} prompts", name)
+            raise too_many_at_once(name, self._most, len(several))
         for each in several:
             if not isinstance(each, str | list):
                 raise wrong(NO_PROMPT, name)

@@ -6,17 +6,13 @@ import msgspec
 
 from symbiosis.server.api_errors import wrong
 from symbiosis.server.guides import JsonSchema, ResponseFormat
-from symbiosis.server.openai_fields import DEFAULTS, OF_RESPONSES, RAW, Label, Metadata, check_default
-from symbiosis.server.openai_protocol import ChatBody, Tokens, Whole, check
+from symbiosis.server.openai_fields import DEFAULTS, OF_RESPONSES, RAW, Label, check_default
+from symbiosis.server.openai_protocol import ChatBody, DrawnBody, Tokens, check
 from symbiosis.server.tools import Choice, Function, NamedTool, Tool, ToolName
 
 Message = dict[str, Any]
 OF_ITEMS = ("id", "status", "type", "phase")  # fields of items that no model is shown
 TEXTS = ("input_text", "output_text", "text")
-OF_VLLM = (  # of sampling, which a chat has by the same names
-    "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "ignore_eos", "priority",
-    "skip_special_tokens", "include_stop_str_in_output",
-)  # fmt: skip
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,40 +41,18 @@ class FunctionChoice(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesBody(DrawnBody, kw_only=True):
     """The body of POST /v1/responses."""
 
-    model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    # OF_VLLM
-    top_k: Whole | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: Whole | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    priority: Whole | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    # HARMLESS
-    user: Label | None = None
-    metadata: Metadata | None = None
-    safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
     # DEFAULTS
     background: msgspec.Raw = RAW
     context_management: msgspec.Raw = RAW
@@ -88,10 +62,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_tool_calls: msgspec.Raw = RAW
     moderation: msgspec.Raw = RAW
     prompt: msgspec.Raw = RAW
-    prompt_cache_options: msgspec.Raw = RAW
-    prompt_cache_retention: msgspec.Raw = RAW
     reasoning: msgspec.Raw = RAW
-    service_tier: msgspec.Raw = RAW
     stream_options: msgspec.Raw = RAW
     top_logprobs: msgspec.Raw = RAW
     truncation: msgspec.Raw = RAW
@@ -117,11 +88,10 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             else self.tool_choice
         )
         body = ChatBody(
-            model=self.model, messages=[*first, *before, *self.messages()], max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature, top_p=self.top_p, stream=self.stream, metadata=self.metadata, tool_choice=choice,
+            messages=[*first, *before, *self.messages()], max_completion_tokens=self.max_output_tokens, tool_choice=choice,
             tools=[Tool("function", each) for each in functions] or None, parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._format(), verbosity=self.text.verbosity if self.text else None,
-            **{name: getattr(self, name) for name in OF_VLLM},
+            **{name: getattr(self, name) for name in DrawnBody.__struct_fields__},
         )  # fmt: skip
         check(body)
         return body

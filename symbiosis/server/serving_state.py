@@ -14,7 +14,7 @@ from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.base.folders import Use, user_folder
 from symbiosis.server import metrics
 from symbiosis.server.api_app import ApiState
-from symbiosis.server.api_errors import ApiError, busy, unknown_model, wrong
+from symbiosis.server.api_errors import ApiError, busy, too_many_at_once, unknown_model, wrong
 from symbiosis.server.api_keys import Admission, Tenant
 from symbiosis.server.generation import Generation
 from symbiosis.server.ipc.engine_client import EngineClient
@@ -102,21 +102,24 @@ class ServingState(ApiState):
         return msgspec.structs.replace(found, waiting=in_flight - found.running)
 
     @contextmanager
-    def admitted(self, tenant: Tenant, body: Body | None, prompts: int, tokens: int) -> Iterator[Admission]:
+    def admitted(
+        self, tenant: Tenant, body: Body | None, prompts: int, tokens: int, field: str = "n"
+    ) -> Iterator[Admission]:
         """Let a request in, by what is cheap to know of it. If what follows fails, it has never been there.
 
         Args:
             body: What completions of the prompts may be; None if there are none.
             tokens: How many a completion may have at most, or a prompt without one.
+            field: What says how many there are.
         """
         completions = prompts * (1 if body is None else body.n)
         if completions > self.options.max_requests:
-            raise wrong(f"at most {self.options.max_requests} completions, and this would be {completions}", "n")
+            raise too_many_at_once(field, self.options.max_requests, completions)
         if body is not None and body.continuation is not None:
             if body.continuation.base not in ("", self.remote.welcome.fingerprint):
                 raise ApiError(409, OTHER_BASE, "continuation")
             _check_continuation(body.continuation, completions, self.remote.welcome.longest)
-        self._check_room(tenant, prompts, completions)
+        self._check_room(tenant, prompts, completions, field)
         most = min(tokens, self.remote.welcome.most_tokens)
         admission = tenant.admit(completions, self.keys.clock(), completions * most)
         self._prepared, self._prompts = self._prepared + completions, self._prompts + prompts
@@ -130,12 +133,12 @@ class ServingState(ApiState):
             self._prepared, self._prompts = self._prepared - completions, self._prompts - prompts
             self.remote.places.give_back(tenant.name, completions)
 
-    def _check_room(self, tenant: Tenant, prompts: int, completions: int) -> None:
+    def _check_room(self, tenant: Tenant, prompts: int, completions: int, field: str) -> None:
         """Raise `ApiError` unless so many more may be under way. Where there are keys, none takes the last places from whoever comes next, nor
         has them back before the engine has ended what had them."""
         if self.keys.are_needed:
             if completions > (most := self.remote.places.alone):
-                raise wrong(f"at most {most} completions of one key, and this would be {completions}", "n")
+                raise too_many_at_once(field, most, completions, " of one key")
             if not self.remote.places.has(tenant.name, completions):
                 raise busy("this key has its part of what may be under way", "share_of_key")
         under_way = self._prompts + len(self.remote.requests)

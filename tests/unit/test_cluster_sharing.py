@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,12 +81,35 @@ def test_what_can_never_be_had_is_refused_at_once(
     assert front.view.room.has("other", MOST_WAITING // 2), "nothing of it waits"
 
 
-@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
-def test_what_a_run_computes_is_of_all_that_its_key_may_have(front: RouterState, path: str, field: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "field", "what"),
+    [
+        ("/v1/completions", "prompt", "completions, and this would be 3001"),
+        ("/v1/embeddings", "input", "texts, and this would be 3001: send fewer at once in input"),
+    ],
+)
+def test_what_a_run_computes_is_of_all_that_its_key_may_have(
+    front: RouterState, path: str, field: str, what: str
+) -> None:
     front.view._marks = {mark_of("m-server-1"): 1}
     run = f"{new_session_id('m-server-1')}:train:0"
     status, text = asyncio.run(told(front, "eve", path, model=run, **{field: ["a"] * 3001}))
-    assert status == 400 and "at most 3000 completions, and this would be 3001" in text
+    assert status == 400 and f"at most 3000 {what}" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/embeddings", {"input": ["a"] * 3001}, "input"),
+        ("/v1/rerank", {"query": "q", "documents": ["a"] * 3000}, "documents"),
+        ("/v1/score", {"text_1": ["a"] * 1501, "text_2": ["a"] * 1500}, "text_1"),
+    ],
+)
+def test_too_many_texts_are_called_so(front: RouterState, path: str, body: dict[str, Any], field: str) -> None:
+    status, text = asyncio.run(told(front, "eve", path, **body))
+    error = msgspec.json.decode(text)["error"]
+    assert (status, error["param"]) == (400, field)
+    assert error["message"] == f"at most 3000 texts, and this would be 3001: send fewer at once in {field}"
 
 
 def test_nobody_closes_the_waiting_room_to_others(front: RouterState) -> None:

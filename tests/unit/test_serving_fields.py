@@ -20,12 +20,13 @@ from symbiosis.server.openai_protocol import (
     Body,
     ChatBody,
     CompletionBody,
+    DrawnBody,
     StreamOptions,
     read,
 )
 from symbiosis.server.pooling_protocol import EmbeddingsBody
 from symbiosis.server.prompts import GIVEN, Prompts
-from symbiosis.server.responses_protocol import OF_VLLM, ResponsesBody
+from symbiosis.server.responses_protocol import ResponsesBody
 from symbiosis.server.tools import Function, Tool
 from symbiosis.serving.request import Sampling
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -320,7 +321,8 @@ def test_responses_take_vllms_fields_of_sampling_as_chats_do() -> None:
         "top_k": 40, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {"7": 1.0},
         "seed": 42, "stop": ["x"], "ignore_eos": True, "priority": 3, "skip_special_tokens": False, "include_stop_str_in_output": True,
     }  # fmt: skip
-    assert given.keys() == set(OF_VLLM)
+    others = {"model", "stream", "temperature", "top_p", *HARMLESS, *DEFAULTS}  # OpenAI's
+    assert given.keys() == set(DrawnBody.__struct_fields__) - others
     chat = read(ResponsesBody, json.dumps({"model": "m", "input": "x", **given}).encode()).chat([])
     assert {name: getattr(chat, name) for name in given} == given
     with pytest.raises(ApiError, match="^stop"):

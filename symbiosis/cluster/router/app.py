@@ -130,7 +130,8 @@ async def pooled(front: RouterState, request: Request) -> ASGIApp:
     asked = await front.made(request, tenant, len(data), 1, lambda: PoolingFields(data))
     if asked.model is not None and training_requests.names_a_run(asked.model):
         front.view.look()
-        return front.compute_at(request, tenant, server_of(front.view, mark_in(asked.model)), data, asked.texts)
+        seen = server_of(front.view, mark_in(asked.model))
+        return front.compute_at(request, tenant, seen, data, asked.texts, asked.field)
     return front.pool(request, tenant, asked, data)
 
 

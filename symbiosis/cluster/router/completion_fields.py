@@ -107,7 +107,7 @@ def counts(prompt: bytes, field: str = "prompt") -> tuple[int, int]:
 
 
 def _too_many(field: str) -> Exception:
-    return wrong(f"at most {MOST_PROMPTS} prompts", field)
+    return wrong(f"at most {MOST_PROMPTS} texts: send fewer at once in {field}", field)
 
 
 def _continuation(given: bytes) -> Continuation:

@@ -27,18 +27,19 @@ class PoolingFields:
     """One body: how many texts it has, and about how many tokens they are together.
 
     >>> asked = PoolingFields(b'{"model": "m", "query": "one", "documents": ["a text, of course", "two"], "input": null}')
-    >>> asked.model, asked.texts, asked.tokens
-    ('m', 3, 8)
+    >>> asked.model, asked.texts, asked.tokens, asked.field
+    ('m', 3, 8, 'documents')
     """
 
     def __init__(self, data: bytes) -> None:
         fields = decoded(_PooledFields, data)
         self.model, chat = fields.model, bytes(fields.messages)
         lists = {name: bytes(getattr(fields, name)) for name in _PooledFields.__struct_fields__[2:]}
-        found = [counts(given, name) for name, given in lists.items() if given not in (b"", b"null")]
+        found = {name: counts(given, name) for name, given in lists.items() if given not in (b"", b"null")}
         if chat not in (b"", b"null"):
-            found.append((1, len(chat) // BYTES_PER_TOKEN))
-        self.texts, self.tokens = (sum(each) for each in zip((0, 0), *found, strict=True))
+            found["messages"] = 1, len(chat) // BYTES_PER_TOKEN
+        self.texts, self.tokens = (sum(each) for each in zip((0, 0), *found.values(), strict=True))
+        self.field = max(found, key=lambda name: found[name], default="input")  # which has the most of them
 
     def wish(self, model: str, adapter: str | None, tenant: str, most: float) -> RoutingRequest:
         """Return what it needs of a server, by how many sequences of one request some server takes."""

@@ -17,7 +17,7 @@ from symbiosis.cluster.router.relay import Relay, no_room
 from symbiosis.cluster.router.response_requests import ResponseFields, tokens_used
 from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.server.api_app import URL_HEADER, ApiState
-from symbiosis.server.api_errors import ApiError, busy, unknown_model, wrong
+from symbiosis.server.api_errors import ApiError, busy, too_many_at_once, unknown_model, wrong
 from symbiosis.server.api_keys import Admission, Tenant
 from symbiosis.server.request_record import this_request
 from symbiosis.server.server_marks import mark_in_response
@@ -77,7 +77,7 @@ class RouterState(ApiState):
         model, adapter = self.chosen(asked.model)
         sequences, longest = self.view.most(model)
         if asked.sequences > sequences:
-            raise wrong(f"at most {sequences} completions, and this would be {asked.sequences}", "n")
+            raise too_many_at_once("n", sequences, asked.sequences)
         self._check_sequences(tenant, asked.sequences)
         tokens, is_vain = asked.tokens + asked.most_tokens, asked.longest > longest
         wish = RoutingRequest(
@@ -86,15 +86,17 @@ class RouterState(ApiState):
         admission, held = self._admitted(tenant, wish, tokens, asked.size)
         return Relay(self.view, request.url.path, passed_on(request), asked, wish, held, admission)
 
-    def _check_sequences(self, tenant: Tenant, sequences: int) -> None:
+    def _check_sequences(self, tenant: Tenant, sequences: int, field: str = "n") -> None:
         """Raise `ApiError` for more than a tenant may ever have, or have now."""
         if sequences > (most := self.view.limits.get(tenant.name, sequences)):
-            raise wrong(f"at most {most} completions, and this would be {sequences}", "n")
+            raise too_many_at_once(field, most, sequences)
         self.check_room(tenant, sequences)
 
-    def compute_at(self, request: Request, tenant: Tenant, seen: Seen, data: bytes, sequences: int) -> Forward:
+    def compute_at(
+        self, request: Request, tenant: Tenant, seen: Seen, data: bytes, sequences: int, field: str = "n"
+    ) -> Forward:
         """Return the answer to what one server alone can compute, in so many sequences."""
-        self._check_sequences(tenant, sequences)
+        self._check_sequences(tenant, sequences, field)
         return self.forward(request, tenant.name, seen, data, sequences)
 
     def forward(self, request: Request, tenant: str, seen: Seen, data: bytes, sequences: int = 0) -> Forward:
@@ -125,7 +127,7 @@ class RouterState(ApiState):
     def pool(self, request: Request, tenant: Tenant, asked: PoolingFields, data: bytes) -> Forward:
         """Return the answer to a request for vectors, classes or scores of texts."""
         model, adapter = self.chosen(self.named(asked.model))
-        self._check_sequences(tenant, asked.texts)
+        self._check_sequences(tenant, asked.texts, asked.field)
         wish = asked.wish(model, adapter, tenant.name, self.view.most(model)[0])
         return self._answer_of_one(request, tenant, wish, data)
 
