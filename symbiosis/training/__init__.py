@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from symbiosis.training.checkpoint_folders import Checkpoint, checkpoints, expire
     from symbiosis.training.datum import Datum
+    from symbiosis.training.mismatch import Mismatch
     from symbiosis.training.run_command import PassResult
     from symbiosis.training.training_engine import TrainingEngine as Engine
     from symbiosis.training.training_run import Run
@@ -26,12 +27,13 @@ _WHERE = {
     "Checkpoint": ("checkpoint_folders", "Checkpoint"),
     "Datum": ("datum", "Datum"),
     "Engine": ("training_engine", "TrainingEngine"),
+    "Mismatch": ("mismatch", "Mismatch"),
     "PassResult": ("run_command", "PassResult"),
     "Run": ("training_run", "Run"),
     "checkpoints": ("checkpoint_folders", "checkpoints"),
     "expire": ("checkpoint_folders", "expire"),
 }
-__all__ = ["Checkpoint", "Datum", "Engine", "PassResult", "Run", "checkpoints", "expire"]
+__all__ = ["Checkpoint", "Datum", "Engine", "Mismatch", "PassResult", "Run", "checkpoints", "expire"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import cast
 
 from symbiosis.training.losses import slopes_of_function
+from symbiosis.training.mismatch import mismatch
 from symbiosis.training.packed_model import PackedModel
 from symbiosis.training.run_command import FORWARD_BACKWARD, Command, PassResult
 from symbiosis.training.run_work import RunWork
@@ -68,7 +69,7 @@ class JoinedPasses:
             for each in asked:
                 outcomes += yield from self.parts([each], most)
             return outcomes
-        return [PassResult(work.loss, [each.cpu() for each in work.found], joined) for work in works]
+        return [_result(work, joined) for work in works]
 
     def _differentiate(self, command: Command, work: RunWork) -> None:
         """Find the derivatives of a loss that only the program knows."""
@@ -98,6 +99,11 @@ def _work(command: Command, state: TrainState) -> RunWork:
     work = RunWork(state.adapter, command.data, command.kind or "cross_entropy", command.config, backward)
     work.given, work.loss = command.slopes, command.loss
     return work
+
+
+def _result(work: RunWork, joined: int) -> PassResult:
+    found = [each.cpu() for each in work.found]
+    return PassResult(work.loss, found, joined, mismatch(found, work.data))
 
 
 def _by_adapter(works: Sequence[RunWork]) -> list[RunWork]:

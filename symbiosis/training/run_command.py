@@ -13,6 +13,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.training.datum import Datum
 from symbiosis.training.joined_steps import StepWords, step_together
 from symbiosis.training.losses import Custom
+from symbiosis.training.mismatch import Mismatch
 from symbiosis.training.run_journal import DatumRecord, Record, packed, unpacked
 from symbiosis.training.train_state import TrainState
 
@@ -27,11 +28,13 @@ class PassResult:
         loss: The sum over all targets; of a batch as transformers' models take it, the mean over its labels.
         logprobs: For each sequence, the log probabilities of its targets before the next step.
         joined: Runs that were computed in the same pass, this one counted.
+        mismatch: How far the sampler's log probabilities are from these, if the data have them.
     """
 
     loss: float
     logprobs: list[Tensor]
     joined: int
+    mismatch: Mismatch | None = None
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +97,7 @@ def result_record(verb: str, number: int | None, result: Any, error: BaseExcepti
     if error is not None:
         record.error = str(error) or type(error).__name__
     elif isinstance(result, PassResult):
-        record.loss, record.joined = result.loss, result.joined
+        record.loss, record.joined, record.mismatch = result.loss, result.joined, result.mismatch
         record.logprobs = [(packed(t), t.shape[1] if t.dim() == 2 else 0) for t in result.logprobs]
     elif isinstance(result, float):
         record.norm = result
@@ -113,7 +116,7 @@ def future_of(record: Record) -> "Future[Any]":
             unpacked(numbers).view(-1, columns) if columns else unpacked(numbers)
             for numbers, columns in record.logprobs
         ]
-        future.set_result(PassResult(record.loss, logprobs, record.joined))
+        future.set_result(PassResult(record.loss, logprobs, record.joined, record.mismatch))
     else:
         told = Path(record.text) if record.verb == "save" else record.text
         future.set_result(record.norm if record.verb == "step" else told)

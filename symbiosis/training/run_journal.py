@@ -27,6 +27,7 @@ from torch import Tensor
 
 from symbiosis.errors import AdapterError
 from symbiosis.training.datum import Datum
+from symbiosis.training.mismatch import Mismatch
 from symbiosis.training.train_state import TrainState
 
 RATIO = 10.0
@@ -86,6 +87,7 @@ class Record(msgspec.Struct, omit_defaults=True, kw_only=True):
     loss: float = 0.0
     logprobs: list[tuple[bytes, int]] = []
     joined: int = 1
+    mismatch: Mismatch | None = None
     norm: float = 0.0
     text: str = ""
 

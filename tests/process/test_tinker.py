@@ -342,6 +342,9 @@ def test_losses_for_reinforcement_and_targets_of_two_dimensions(api: Api) -> Non
     )
     shown = web.get(f"{api.url}/figures", headers={"authorization": f"Bearer {KEYS['anna']}"}).json()["runs"]
     [mine] = [each for each in shown if each["id"] == run]
+    for name, expected_of_sampler in (("v1:mean", 0.25), ("v2:mean", 0.03125)):
+        assert out.metrics[f"kl_sample_train_{name}"] == pytest.approx(expected_of_sampler, abs=1e-4)
+    assert out.metrics["sampling_logp_difference:max"] == mine["apart"] == pytest.approx(0.25, abs=1e-4)
     assert mine["kl"] == pytest.approx(0.25, abs=1e-4) and mine["loss"] == pytest.approx(
         out.metrics["loss:sum"] / length
     )

@@ -1,6 +1,5 @@
 """What a pass is given and what it tells, between Tinker's wire and the engine that trains."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,19 +39,10 @@ def outcome_of_pass(found: PassResult, request: PassRequest, forward_only: bool)
     flat = torch.cat([each.float().reshape(-1) for each in found.logprobs])
     shapes = [tuple(each.targets.shape) for each in request.data]
     told = {"runs_in_pass:mean": float(found.joined), **request.metrics}
+    if (apart := found.mismatch) is not None:
+        told |= {"kl_sample_train_v1:mean": apart.kl_v1, "kl_sample_train_v2:mean": apart.kl_v2}
+        told["sampling_logp_difference:max"] = apart.largest
     return PromiseOutcome(passed=Passed(loss=loss, logprobs=flat.numpy().tobytes(), shapes=shapes, metrics=told))
-
-
-def kl_of_sampler(found: PassResult, data: Sequence[Datum]) -> float | None:
-    """Return the mean difference of the sampler's log probabilities and the trainer's, of tokens that were drawn (others have a 0 there); None
-    where the sampler's are not told."""
-    differences = [
-        (datum.logprobs - logprobs.float())[datum.logprobs != 0]
-        for logprobs, datum in zip(found.logprobs, data, strict=True)
-        if datum.logprobs is not None
-    ]
-    all_of_them = torch.cat(differences) if differences else torch.empty(0)
-    return float(all_of_them.mean()) if len(all_of_them) else None
 
 
 def _datum(number: int, given: PlainDatum) -> Datum:

@@ -17,7 +17,7 @@ from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import CheckpointStore, RunFacts, StoredCheckpoint, private_name
 from symbiosis.server.tinker.disk_shares import DiskShares
 from symbiosis.server.tinker.lora_targets import lora_config
-from symbiosis.server.tinker.pass_data import kl_of_sampler, outcome_of_pass, pass_request
+from symbiosis.server.tinker.pass_data import outcome_of_pass, pass_request
 from symbiosis.server.tinker.promises import outcome_after, outcome_of_error
 from symbiosis.server.tinker.request_folder import RequestFolder
 from symbiosis.server.tinker.samplers import Sampler, Samplers, save_adapter
@@ -25,7 +25,7 @@ from symbiosis.server.tinker.tinker_messages import PromiseOutcome, TinkerRefusa
 from symbiosis.server.tinker.tinker_sessions import TinkerSession, TinkerSessions
 from symbiosis.server.tinker.training_figures import RunFigures, TenantTraining, TrainingCounters
 from symbiosis.training import Engine as Trainer
-from symbiosis.training import PassResult, Run
+from symbiosis.training import Mismatch, PassResult, Run
 from symbiosis.training.command_order import EARLY
 
 logger = logging.getLogger("symbiosis")
@@ -50,7 +50,7 @@ class TenantRun:
     outcomes: "dict[int, Future[PromiseOutcome]]" = field(default_factory=dict)  # of requests
     tokens: int = 0  # that it has read since the process began
     loss: float | None = None  # of the last pass, by token
-    kl: float | None = None  # of sampler and trainer, then
+    mismatch: Mismatch | None = None  # of sampler and trainer, then
     seen: float = field(default_factory=time.time)
     published: int = -1  # steps, when it was published last under its own name
 
@@ -320,7 +320,8 @@ class TenantRuns:
             run.tokens += tokens
             self._counters.count(run.tenant, tokens=tokens)
             if not asked.forward_only:
-                run.loss, run.kl = found.loss / tokens, kl_of_sampler(found, request.data)
+                run.loss = found.loss / tokens
+                run.mismatch = found.mismatch
             return outcome
 
         if asked.forward_only:
@@ -403,7 +404,8 @@ class TenantRuns:
         mine = sorted((each for each in self if each.tenant == tenant and each.run), key=lambda each: -each.seen)
         return [
             RunFigures(
-                id=each.id, rank=each.facts.lora.rank, steps=each.trained.steps, waiting=each.waiting, tokens=each.tokens, loss=each.loss, kl=each.kl
+                id=each.id, rank=each.facts.lora.rank, steps=each.trained.steps, waiting=each.waiting, tokens=each.tokens, loss=each.loss,
+                kl=None if (apart := each.mismatch) is None else apart.kl_v1, apart=None if apart is None else apart.largest,
             )
             for each in mine[: asked.limit]
         ]  # fmt: skip

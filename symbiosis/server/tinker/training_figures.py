@@ -15,6 +15,7 @@ class RunFigures(msgspec.Struct, kw_only=True):
     Args:
         loss: Of the last pass with gradients, by token.
         kl: The sampler's log probabilities less the trainer's there, on average, if the client has told the sampler's.
+        apart: The largest of these differences; 0 if sampler and trainer agree to the bit.
         waiting: Requests whose outcome is not there yet.
     """
 
@@ -25,6 +26,7 @@ class RunFigures(msgspec.Struct, kw_only=True):
     tokens: int = 0
     loss: float | None = None
     kl: float | None = None
+    apart: float | None = None
 
 
 class TenantTraining(msgspec.Struct):
