@@ -30,7 +30,6 @@ from symbiosis.base.reporting import Report, print_table
 from symbiosis.serving import Engine
 from symbiosis.serving.lora.adapter_files import AdapterWeights
 from symbiosis.serving.request import Output, Request, Sampling
-from symbiosis.serving.tensor_parallel import places as rank_places
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_key_value_heads": 40,
@@ -144,7 +143,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     args = parser.parse_args(arguments)
     layers = args.layers or (6 if args.quick else 20)
-    rank_places.OVER_GPUS = True
     devices = tuple(f"cuda:{number}" for number in gpus_of(args.devices))
     report = Report("bench_tensor")
     adapters = {f"adapter-{number}": adapter(layers, number) for number in range(SEQUENCES)}

@@ -195,6 +195,7 @@ def many(bench: Bench, loads: Sequence[tuple[int, int, int]], report: Report) ->
             f"{one / together:.2f}",
         )
         table.append((f"{runs} runs of {rows} x {length}", *cells))
+        print(*table[-1], flush=True)
     print_table(("runs", "together ms", "PEFT in turn ms", "tokens/s", "over one run"), table)
 
 

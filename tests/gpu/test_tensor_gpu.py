@@ -12,7 +12,6 @@ import torch
 import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
-from symbiosis.serving.tensor_parallel import places
 from symbiosis.serving.tensor_parallel.leading_runner import LeadingRunner
 
 pytestmark = [
@@ -33,7 +32,6 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module", params=[False, True], ids=["eager", "compiled"])
 def engine(endpoint: str, request: pytest.FixtureRequest) -> Iterator[Engine]:
     devices, compiles = ("cuda:0", "cuda:1"), request.param
-    places.OVER_GPUS = True
     with Engine(
         endpoint, adapters=DEMO_MODEL / "adapters", memory=1 << 25, devices=devices, compiles=compiles
     ) as engine:

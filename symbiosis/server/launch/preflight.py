@@ -18,7 +18,7 @@ from symbiosis.executor.preflight import SMALLER, check_one_device, check_quanti
 from symbiosis.protocol.endpoints import is_within_process, parts_of
 from symbiosis.server.launch import footprint
 from symbiosis.serving.serve_options import ServeOptions, lora_modules
-from symbiosis.serving.tensor_parallel.places import must_be_cpus, must_be_reachable
+from symbiosis.serving.tensor_parallel.places import must_be_reachable
 
 INSTALL = "`symbiosis serve` needs the packages of an extra: pip install 'symbiosis-llm[serve]'"
 DEMO_ADAPTERS = Path(__file__).parents[2] / "demo_model" / "adapters"
@@ -82,7 +82,6 @@ def check_executor(options: ServeOptions) -> None:
 
 def check_devices(options: ServeOptions) -> None:
     """Check that there are the devices over which the model is divided, and that ranks reach its executor."""
-    must_be_cpus(options.places)
     for device in dict.fromkeys(options.places):
         check_one_device(device, on_gpu=device != "cpu")
     if options.places and options.executor is not None:

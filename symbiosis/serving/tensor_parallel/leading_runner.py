@@ -31,7 +31,7 @@ from symbiosis.serving.tensor_parallel.adapter_pieces import piece_of, tensors_o
 from symbiosis.serving.tensor_parallel.division import INSTEAD
 from symbiosis.serving.tensor_parallel.followers import Followers, threads_of_a_rank
 from symbiosis.serving.tensor_parallel.nccl_group import meeting
-from symbiosis.serving.tensor_parallel.places import must_be_cpus, must_be_reachable
+from symbiosis.serving.tensor_parallel.places import must_be_reachable
 from symbiosis.serving.tensor_parallel.rank_group import rank_group
 from symbiosis.serving.tensor_parallel.rank_messages import AdapterPiece, MeetRanks, RankOrder, RankReady
 from symbiosis.serving.tensor_parallel.rank_runner import RankRunner, whole_model
@@ -50,7 +50,6 @@ def divided(model: object, devices: Items[str], **options: Any) -> "LeadingRunne
     """Divide the model of an executor over devices, with a rank on each."""
     if not isinstance(model, str):
         raise ConfigError("over several devices, a model comes from an executor: give its endpoint")
-    must_be_cpus(devices)
     return LeadingRunner(RankOrder(endpoint=model, rank=0, ranks=len(devices), device=devices[0], **options), devices)
 
 

@@ -1,13 +1,18 @@
-"""Ranks on GPUs of one host, connected by NCCL. Operations are enqueued on the current stream, so a captured step has them within its graph."""
+"""Ranks on GPUs of one host, connected by NCCL, and for few rows by each other's memory. Operations are enqueued on the current stream, so a captured
+step has them within its graph."""
 
 import ctypes
+import logging
 import os
 import threading
 
 import torch
 from torch import Tensor
 
+from symbiosis.serving.tensor_parallel.peer_sums import PeerSums, joined
 from symbiosis.transport.nccl.driver import check, library, new_unique, unique_of
+
+logger = logging.getLogger("symbiosis")
 
 DTYPES = {
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
@@ -39,6 +44,7 @@ class NcclGroup:
         self._ranks, self._device, self._library = ranks, device, library()
         self._calling, self._is_aborted = threading.Lock(), False
         self._comm = ctypes.c_void_p()
+        self._peers: PeerSums | None = None
         with torch.cuda.device(device):
             code = self._library.ncclCommInitRank(ctypes.byref(self._comm), ranks, unique_of(unique), rank)
             check(code, "ncclCommInitRank")
@@ -46,8 +52,15 @@ class NcclGroup:
                 torch.zeros(1, device=device)
             )  # what CUDA loads and allocates for it is there before anything is captured
             torch.cuda.current_stream(device).synchronize()
+            if ranks > 1:
+                self._peers = joined(self, rank, device)
+        how = "each other's memory" if self._peers else "NCCL"
+        logger.info("rank %d adds up few rows by %s", rank, how)
 
     def sum(self, x: Tensor) -> Tensor:
+        if self._peers is not None and self._peers.can_sum(x):
+            self._must_be_connected()
+            return self._peers.sum(x)
         made = torch.empty_like(x)
         self._call("ncclAllReduce", x.data_ptr(), made.data_ptr(), x.numel(), DTYPES[x.dtype], SUM)
         return made
@@ -64,6 +77,8 @@ class NcclGroup:
         """End what the GPU waits for, undone. A call that waits for room in the GPU's queue ends, too.
 
         NCCL ends it at once, and then waits until there is no graph any more that has its operations: so a thread has that to do."""
+        if self._peers is not None:
+            self._peers.stop()
         is_mine = self._calling.acquire(timeout=ABORT_S)
         was_aborted, self._is_aborted = self._is_aborted, True
         if is_mine:
@@ -74,7 +89,10 @@ class NcclGroup:
 
     def _call(self, name: str, *words: int) -> None:
         with self._calling:
-            if self._is_aborted:
-                raise RuntimeError("the ranks are not connected any more")
+            self._must_be_connected()
             stream = torch.cuda.current_stream(self._device).cuda_stream
             check(getattr(self._library, name)(*words, self._comm, stream), name)
+
+    def _must_be_connected(self) -> None:
+        if self._is_aborted:
+            raise RuntimeError("the ranks are not connected any more")

@@ -27,6 +27,7 @@ _WAIT, _WRITE, _AT_LEAST, _EQUAL, _AS_IT_IS = 1, 2, 0, 1, 0
 WAIT_EQUAL, WAIT_AT_LEAST, WRITE_32 = (_WAIT, _EQUAL), (_WAIT, _AT_LEAST), (_WRITE, _AS_IT_IS)
 _NON_BLOCKING = 1
 _NO_CONTEXT = 201
+_HANDLE_BYTES, _BY_PEERS = 64, 1
 
 
 class CudaError(RuntimeError):
@@ -59,6 +60,12 @@ class _MemOp(ctypes.Structure):
         ("operation", ctypes.c_int), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64), ("flags", ctypes.c_uint),
         ("alias", ctypes.c_uint64), ("rest", ctypes.c_uint64),
     ]  # fmt: skip
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle"""
+
+    _fields_ = [("bytes", ctypes.c_ubyte * _HANDLE_BYTES)]
 
 
 class MemOp(NamedTuple):
@@ -214,6 +221,42 @@ class DeviceMemory:
         if self.address:
             _driver().cuMemRelease(self._handle)
             self.address = 0
+
+
+class NamedMemory:
+    """Zeros on a device, which processes of this host that hear its `name` read and write, from other GPUs as well. They lie there until this is closed."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        enter(device)
+        address, handle = ctypes.c_uint64(), _Handle()
+        check(_driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes)), "cuMemAlloc")
+        self.address, self._opened, self._device = address.value, list[int](), device
+        try:
+            check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), address), "cuIpcGetMemHandle")
+            check(_driver().cuMemsetD8_v2(address, ctypes.c_ubyte(0), ctypes.c_size_t(nbytes)), "cuMemsetD8")
+        except CudaError:
+            self.close()
+            raise
+        self.name = bytes(handle.bytes)
+
+    def other(self, name: bytes) -> int:
+        """Return the address of another process's memory. It is unmapped with this one."""
+        enter(self._device)
+        address, handle = ctypes.c_uint64(), _Handle((ctypes.c_ubyte * _HANDLE_BYTES)(*name))
+        check(_driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, _BY_PEERS), "cuIpcOpenMemHandle")
+        self._opened.append(address.value)
+        return address.value
+
+    def close(self) -> None:
+        """Unmap and free all, once the device has done what it was told."""
+        if not self.address:
+            return
+        enter(self._device)
+        torch.cuda.synchronize(self._device)
+        for address in self._opened:
+            _driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
+        _driver().cuMemFree_v2(ctypes.c_uint64(self.address))
+        self.address = 0
 
 
 class DeviceRange(DeviceMemory):
