@@ -4,6 +4,7 @@ Run from the repository root, on a host with several GPUs:
     python scripts/bench_tensor.py            # Llama-13B's layers, 20 of them
     python scripts/bench_tensor.py --quick    # 6 of them, about a minute
     python scripts/bench_tensor.py --devices 0-3 --compile
+    python scripts/bench_tensor.py --ranks 2  # on one GPU, which they share by CUDA MPS: what dividing costs
 
 32 sequences of 512 tokens go on for 200 steps: of the base, and each with an adapter of its own, of rank 16 at all projections. Weights are random. On
 two GPUs a step reads half as much on each, and adds up two sums for each layer.
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import symbiosis
 from symbiosis.base.devices import gpus_of
 from symbiosis.base.reporting import Report, print_table
+from symbiosis.executor import mps
 from symbiosis.serving import Engine
 from symbiosis.serving.lora.adapter_files import AdapterWeights
 from symbiosis.serving.request import Output, Request, Sampling
@@ -140,18 +142,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="6 layers")
     parser.add_argument("--layers", type=int, help="default: 20")
     parser.add_argument("--devices", default="0-1", help="GPUs; default: 0-1")
+    parser.add_argument("--ranks", type=int, help="so many on the first GPU instead")
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     args = parser.parse_args(arguments)
     layers = args.layers or (6 if args.quick else 20)
     devices = tuple(f"cuda:{number}" for number in gpus_of(args.devices))
+    if args.ranks:
+        devices = devices[:1] * args.ranks
     report = Report("bench_tensor")
     adapters = {f"adapter-{number}": adapter(layers, number) for number in range(SEQUENCES)}
+    with ExitStack() as shared:
+        if args.ranks:
+            shared.enter_context(mps.running())
+        return measured(layers, devices, args.compile, adapters, report)
+
+
+def measured(
+    layers: int, devices: tuple[str, ...], compiles: bool, adapters: dict[str, AdapterWeights], report: Report
+) -> int:
     rows, found, texts = [], dict[str, float](), dict[str, list[list[int]]]()
     for places in (devices[:1], devices):
         began = time.perf_counter()
         gc.collect()
         torch.cuda.empty_cache()
-        with served(layers, places, args.compile) as engine:
+        with served(layers, places, compiles) as engine:
             up = time.perf_counter() - began
             for name, weights in adapters.items():
                 engine.add(name, weights)
@@ -167,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
             if len(places) > 1:
                 report.figure("graphs", engine._served.runner._captured.graphs)
                 report.figure("told_bytes_of_the_last_step", engine._served.told_bytes)  # type: ignore[attr-defined]
-    print_table(("rows", "GPUs", "ms a step", "tokens/s", "ready after s"), rows)
+    print_table(("rows", "ranks", "ms a step", "tokens/s", "ready after s"), rows)
     count = len(devices)
     report.figure("layers", layers)
     report.figure("device", torch.cuda.get_device_name(0))

@@ -1,4 +1,4 @@
-"""An engine over two GPUs: the answers of one process, captured steps, and a rank that dies."""
+"""An engine over two GPUs, or with two ranks on one: the answers of one process, captured steps, and a rank that dies."""
 
 import os
 import signal
@@ -14,10 +14,13 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from symbiosis.serving.tensor_parallel.leading_runner import LeadingRunner
 
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-    pytest.mark.timeout(200),
+pytestmark = pytest.mark.timeout(200)
+TWO = [pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+ONE = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")]
+PLACES = [
+    pytest.param((("cuda:0", "cuda:1"), False), marks=TWO, id="two-eager"),
+    pytest.param((("cuda:0", "cuda:1"), True), marks=TWO, id="two-compiled"),
+    pytest.param((("cuda:0", "cuda:0"), False), marks=ONE, id="one-eager"),
 ]
 PROMPT = list(b"def average(numbers):")
 
@@ -29,9 +32,9 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield executor.endpoint
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["eager", "compiled"])
+@pytest.fixture(scope="module", params=PLACES)
 def engine(endpoint: str, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    devices, compiles = ("cuda:0", "cuda:1"), request.param
+    devices, compiles = request.param
     with Engine(
         endpoint, adapters=DEMO_MODEL / "adapters", memory=1 << 25, devices=devices, compiles=compiles
     ) as engine:

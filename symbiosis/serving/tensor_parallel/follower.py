@@ -89,7 +89,7 @@ def _follow(follower: "RankFollower", steps: socket.socket, adapters: socket.soc
             if isinstance(message, RankStep):
                 follower.run(message)
             elif isinstance(message, MeetRanks):
-                follower.meet(message.at)
+                follower.meet(message)
             else:
                 return
 
@@ -111,10 +111,10 @@ class RankFollower:
         self._adapters: dict[int, LoadedAdapter] = {}
         say(RankReady(served.arena.pool.total, served.weight_bytes, served.arena.page_bytes))
 
-    def meet(self, at: bytes) -> None:
+    def meet(self, meet: MeetRanks) -> None:
         """Connect with the other ranks."""
         collectives = self._served.collectives
-        collectives.group = rank_group(at, collectives.rank, collectives.ranks, self._served.device)
+        collectives.group = rank_group(meet, collectives.rank, collectives.ranks, self._served.device)
 
     def take_pieces(self, connection: socket.socket) -> None:
         """Prepare pieces of adapters, in a thread of its own: steps go on meanwhile."""

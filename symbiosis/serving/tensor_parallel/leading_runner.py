@@ -30,10 +30,9 @@ from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput, Sequen
 from symbiosis.serving.tensor_parallel.adapter_pieces import piece_of, tensors_of, written
 from symbiosis.serving.tensor_parallel.division import INSTEAD
 from symbiosis.serving.tensor_parallel.followers import Followers, threads_of_a_rank
-from symbiosis.serving.tensor_parallel.nccl_group import meeting
 from symbiosis.serving.tensor_parallel.places import must_be_reachable
-from symbiosis.serving.tensor_parallel.rank_group import rank_group
-from symbiosis.serving.tensor_parallel.rank_messages import AdapterPiece, MeetRanks, RankOrder, RankReady
+from symbiosis.serving.tensor_parallel.rank_group import meeting_of, rank_group
+from symbiosis.serving.tensor_parallel.rank_messages import AdapterPiece, RankOrder, RankReady
 from symbiosis.serving.tensor_parallel.rank_runner import RankRunner, whole_model
 from symbiosis.serving.tensor_parallel.step_log import StepLog
 
@@ -131,10 +130,10 @@ class LeadingRunner(RankRunner):
     def _meet(self) -> None:
         """Connect with the others, which are ready."""
         with temporary_folder("symbiosis-ranks-") as folder:
-            at = meeting() if self.device.type == "cuda" else str(folder / "ranks").encode()
-            self._followers.tell(MeetRanks(at))
+            meet = meeting_of(self._devices, folder)
+            self._followers.tell(meet)
             try:
-                self.collectives.group = rank_group(at, 0, self._order.ranks, self.device)
+                self.collectives.group = rank_group(meet, 0, self._order.ranks, self.device)
             except RuntimeError as error:
                 raise RanksLost(self._followers.lost or str(error)) from error
         self._live = True

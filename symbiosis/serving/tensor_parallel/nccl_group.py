@@ -9,7 +9,8 @@ import threading
 import torch
 from torch import Tensor
 
-from symbiosis.serving.tensor_parallel.peer_sums import PeerSums, joined
+from symbiosis.serving.tensor_parallel.peer_group import PeerGroup
+from symbiosis.transport.cuda.driver import CudaError
 from symbiosis.transport.nccl.driver import check, library, new_unique, unique_of
 
 logger = logging.getLogger("symbiosis")
@@ -18,6 +19,7 @@ DTYPES = {
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
 }  # fmt: skip
 SUM = 0
+_TOLD_BYTES = 64  # that ranks tell each other at once
 ABORT_S = 2.0  # for a call that enqueues
 
 
@@ -44,7 +46,7 @@ class NcclGroup:
         self._ranks, self._device, self._library = ranks, device, library()
         self._calling, self._is_aborted = threading.Lock(), False
         self._comm = ctypes.c_void_p()
-        self._peers: PeerSums | None = None
+        self._peers: PeerGroup | None = None
         with torch.cuda.device(device):
             code = self._library.ncclCommInitRank(ctypes.byref(self._comm), ranks, unique_of(unique), rank)
             check(code, "ncclCommInitRank")
@@ -53,12 +55,10 @@ class NcclGroup:
             )  # what CUDA loads and allocates for it is there before anything is captured
             torch.cuda.current_stream(device).synchronize()
             if ranks > 1:
-                self._peers = joined(self, rank, device)
-        how = "each other's memory" if self._peers else "NCCL"
-        logger.info("rank %d adds up few rows by %s", rank, how)
+                self._peers = self._by_memory(rank)
 
     def sum(self, x: Tensor) -> Tensor:
-        if self._peers is not None and self._peers.can_sum(x):
+        if self._peers is not None and self._peers.sums_at_once(x):
             self._must_be_connected()
             return self._peers.sum(x)
         made = torch.empty_like(x)
@@ -78,7 +78,7 @@ class NcclGroup:
 
         NCCL ends it at once, and then waits until there is no graph any more that has its operations: so a thread has that to do."""
         if self._peers is not None:
-            self._peers.stop()
+            self._peers.abort()
         is_mine = self._calling.acquire(timeout=ABORT_S)
         was_aborted, self._is_aborted = self._is_aborted, True
         if is_mine:
@@ -92,6 +92,18 @@ class NcclGroup:
             self._must_be_connected()
             stream = torch.cuda.current_stream(self._device).cuda_stream
             check(getattr(self._library, name)(*words, self._comm, stream), name)
+
+    def _by_memory(self, rank: int) -> PeerGroup | None:
+        """Return what adds up few rows, unless a rank is out of another one's reach: all ranks find the same."""
+        try:
+            return PeerGroup(self._exchange, rank, self._ranks, self._device)
+        except CudaError as why:
+            logger.info("rank %d: NCCL adds up few rows, too: %s", rank, why)
+            return None
+
+    def _exchange(self, told: bytes) -> list[bytes]:
+        mine = torch.tensor(list(told.ljust(_TOLD_BYTES, b"\0")), dtype=torch.uint8, device=self._device)
+        return [bytes(each) for each in self.gather(mine).tolist()]
 
     def _must_be_connected(self) -> None:
         if self._is_aborted:

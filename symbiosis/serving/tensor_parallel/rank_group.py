@@ -1,20 +1,35 @@
 """How ranks find one another."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 
 from symbiosis.serving.tensor_parallel.collectives import RankGroup
 from symbiosis.serving.tensor_parallel.gloo_group import GlooGroup
-from symbiosis.serving.tensor_parallel.nccl_group import NcclGroup
+from symbiosis.serving.tensor_parallel.rank_messages import MeetRanks
 
 WAIT_S = 600.0  # for another rank: what dies or hangs is noticed sooner, by its process
 
 
-def rank_group(at: bytes, rank: int, ranks: int, device: torch.device) -> RankGroup:
-    """Connect this rank with the others, which do so at the same time.
+def meeting_of(devices: Sequence[str], folder: Path) -> MeetRanks:
+    """Return where ranks on these devices meet. NCCL refuses those that share a GPU."""
+    if devices[0] == "cpu":
+        return MeetRanks("gloo", str(folder / "ranks").encode())
+    if len(set(devices)) < len(devices):
+        return MeetRanks("memory", str(folder).encode())
+    from symbiosis.serving.tensor_parallel.nccl_group import meeting  # with Triton, which is there only with a GPU
 
-    Args:
-        at: Where they meet: a file that is not there yet, or NCCL's bytes.
-    """
-    if device.type == "cuda":
-        return NcclGroup(at, rank, ranks, device)
-    return GlooGroup(at.decode(), rank, ranks, WAIT_S)
+    return MeetRanks("nccl", meeting())
+
+
+def rank_group(meet: MeetRanks, rank: int, ranks: int, device: torch.device) -> RankGroup:
+    """Connect this rank with the others, which do so at the same time."""
+    if meet.by == "gloo":
+        return GlooGroup(meet.at.decode(), rank, ranks, WAIT_S)
+    from symbiosis.serving.tensor_parallel.nccl_group import NcclGroup
+    from symbiosis.serving.tensor_parallel.peer_group import PeerGroup, exchange_by_files
+
+    if meet.by == "nccl":
+        return NcclGroup(meet.at, rank, ranks, device)
+    return PeerGroup(exchange_by_files(Path(meet.at.decode()), rank, ranks, WAIT_S), rank, ranks, device)

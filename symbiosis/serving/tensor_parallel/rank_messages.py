@@ -3,7 +3,7 @@
 import os
 import socket
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -47,8 +47,9 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class MeetRanks(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Where all ranks meet: a file for gloo, or the bytes by which NCCL finds them."""
+    """By what all ranks are connected, and where they meet: at a file of gloo, in a folder, or by the bytes by which NCCL finds them."""
 
+    by: Literal["gloo", "memory", "nccl"]
     at: bytes
 
 

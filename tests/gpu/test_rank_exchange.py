@@ -1,9 +1,9 @@
-"""Sums over ranks: here two, or four, of one GPU, on a stream each."""
+"""What ranks exchange by each other's memory: here two, or four, of one GPU, on a stream each."""
 
 import pytest
 import torch
 
-from symbiosis.kernels.gpu import sum_of_ranks
+from symbiosis.kernels.gpu.rank_exchange import PARTS, RankMemory, gather_of_ranks, memory_of, sum_of_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,18 +14,21 @@ pytestmark = [
 
 class Ranks:
     def __init__(self, count: int) -> None:
-        self.count = count
-        nbytes = sum_of_ranks.memory_of(count)
-        self._memory = [torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(count)]
-        self._memories = torch.tensor([each.data_ptr() for each in self._memory], device="cuda")
-        self._numbers = [torch.zeros(sum_of_ranks.PARTS, dtype=torch.int32, device="cuda") for _ in range(count)]
-        self._streams = [torch.cuda.Stream() for _ in range(count)]
+        self._memory = [torch.zeros(memory_of(count), dtype=torch.uint8, device="cuda") for _ in range(count)]
+        memories = torch.tensor([each.data_ptr() for each in self._memory], device="cuda")
+        numbers = torch.zeros(count, PARTS, dtype=torch.int32, device="cuda")
+        self.streams = [torch.cuda.Stream() for _ in range(count)]
         self.stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._ends = [RankMemory(rank, memories, numbers[rank], self.stop.data_ptr()) for rank in range(count)]
         torch.cuda.synchronize()
 
-    def sum_of(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        with torch.cuda.stream(self._streams[rank]):
-            return sum_of_ranks.sum_of_ranks(x, self._memories, self._numbers[rank], self.stop.data_ptr(), rank)
+    def sum(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        with torch.cuda.stream(self.streams[rank]):
+            return sum_of_ranks(x, self._ends[rank])
+
+    def gather(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        with torch.cuda.stream(self.streams[rank]):
+            return gather_of_ranks(x, self._ends[rank])
 
 
 def rows(count: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
@@ -35,36 +38,40 @@ def rows(count: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> l
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_all_ranks_have_the_sum_of_all(count: int, dtype: torch.dtype) -> None:
+def test_all_ranks_have_the_sum_and_the_rows_of_all(count: int, dtype: torch.dtype) -> None:
     ranks = Ranks(count)
-    for number, shape in enumerate([(1, 64), (32, 4096), (3, 5120), (7, 33), (32, 4096), (1, 1)] * 3):
+    for number, shape in enumerate([(1, 64), (32, 4096), (3, 5120), (7, 33), (32, 4096), (1, 1), (300, 4096)] * 3):
         given = rows(count, shape, dtype, number)
         torch.cuda.synchronize()
-        made = [ranks.sum_of(x, rank) for rank, x in enumerate(given)]
+        made = [ranks.sum(x, rank) for rank, x in enumerate(given)]
         torch.cuda.synchronize()
         expected = given[0].float()
         for x in given[1:]:  # in the order of the ranks
             expected = expected + x.float()
         for each in made:
             assert torch.equal(each, expected.to(dtype)), (number, shape)
+        whole = [ranks.gather(x, rank) for rank, x in enumerate(given)]
+        torch.cuda.synchronize()
+        for each in whole:
+            assert torch.equal(each, torch.stack(given)), (number, shape)
 
 
 def test_captured_sums_go_on_from_one_another() -> None:
     ranks = Ranks(2)
     given = rows(2, (16, 5120), torch.bfloat16, 1)
     torch.cuda.synchronize()
-    expected = ranks.sum_of(given[0], 0), ranks.sum_of(given[1], 1)
+    expected = ranks.sum(given[0], 0), ranks.sum(given[1], 1)
     torch.cuda.synchronize()
     graphs, made = [torch.cuda.CUDAGraph() for _ in range(2)], list[torch.Tensor]()
     for rank, graph in enumerate(graphs):
-        with torch.cuda.graph(graph, stream=ranks._streams[rank]):
+        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
             x = given[rank]
             for _ in range(5):
-                x = ranks.sum_of(x, rank) * 0.5
+                x = ranks.sum(x, rank) * 0.5
             made.append(x)
     for _ in range(100):
         for rank, graph in enumerate(graphs):
-            with torch.cuda.stream(ranks._streams[rank]):
+            with torch.cuda.stream(ranks.streams[rank]):
                 graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(made[0], made[1])
@@ -76,17 +83,11 @@ def test_a_rank_that_never_comes_is_waited_for_until_that_is_said() -> None:
     (x,) = rows(1, (16, 5120), torch.bfloat16, 1)
     torch.cuda.synchronize()
     waits = torch.cuda.Event()
-    ranks.sum_of(x, 0)
-    waits.record(ranks._streams[0])
+    ranks.sum(x, 0)
+    waits.record(ranks.streams[0])
     torch.cuda._sleep(100_000_000)
     assert not waits.query()
     ranks.stop[0] = 1
     torch.cuda.synchronize()
-    ranks.sum_of(x, 0)
+    ranks.sum(x, 0)
     torch.cuda.synchronize()
-
-
-def test_what_is_too_large_does_not_fit() -> None:
-    assert sum_of_ranks.fits(torch.empty(sum_of_ranks.MOST // 4))
-    assert not sum_of_ranks.fits(torch.empty(sum_of_ranks.MOST // 4 + 1))
-    assert not sum_of_ranks.fits(torch.empty(8, dtype=torch.float64))

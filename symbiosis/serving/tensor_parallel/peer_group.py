@@ -1,0 +1,132 @@
+"""Ranks whose GPUs reach each other's memory, or that share one GPU. Operations are enqueued on the current stream, so a captured step has them within its
+graph."""
+
+import os
+import time
+import weakref
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from symbiosis.kernels.gpu.rank_exchange import (
+    MOST,
+    PARTS,
+    SUMMED,
+    RankMemory,
+    gather_of_ranks,
+    memory_of,
+    sum_of_ranks,
+)
+from symbiosis.transport.cuda.driver import CudaError, NamedMemory, WordPage
+
+LOOK_S = 0.01  # between two looks for the names of other ranks
+
+
+Exchange = Callable[
+    [bytes], list[bytes]
+]  # tells all ranks something of at most 64 bytes, and returns what each has told
+
+
+class PeerGroup:
+    """One rank's end. It waits for ever for a rank that is gone, until it is aborted.
+
+    Raises `CudaError` on all ranks if one cannot reach the memory of another.
+    """
+
+    def __init__(self, exchange: Exchange, rank: int, ranks: int, device: torch.device) -> None:
+        self._device, self._is_aborted = device, False
+        memory = _memory(memory_of(ranks), device)
+        addresses = _addresses(memory, exchange(memory.name if memory is not None else b""), rank)
+        reaches_all = all(each.strip(b"\0") for each in exchange(b"yes" if addresses else b""))
+        if memory is None or not reaches_all:
+            if memory is not None:
+                memory.close()
+            raise CudaError("a rank cannot reach the memory of another")
+        with os.fdopen(os.memfd_create("symbiosis-stop"), "r+b") as file:
+            file.truncate(WordPage.nbytes)
+            self._stop = WordPage(file.fileno())
+        self._memory = RankMemory(
+            rank,
+            torch.tensor(addresses, dtype=torch.int64, device=device),
+            torch.zeros(PARTS, dtype=torch.int32, device=device),
+            self._stop.at(0),
+        )
+        weakref.finalize(self, _close, memory, self._stop)
+        self.sum(torch.zeros(1, device=device))
+        torch.cuda.current_stream(device).synchronize()  # all are there
+
+    def sum(self, x: Tensor) -> Tensor:
+        self._check()
+        assert x.dtype in SUMMED
+        return sum_of_ranks(x, self._memory)
+
+    def sums_at_once(self, x: Tensor) -> bool:
+        """Whether this is few enough to be exchanged at once."""
+        return x.nbytes <= MOST and x.dtype in SUMMED
+
+    def gather(self, x: Tensor) -> Tensor:
+        self._check()
+        return gather_of_ranks(x, self._memory)
+
+    def broadcast(self, x: Tensor) -> None:
+        x.copy_(self.gather(x)[0])
+
+    def abort(self) -> None:
+        """End what the GPU waits for, undone."""
+        self._is_aborted = True
+        self._stop.words[0] = 1
+
+    def _check(self) -> None:
+        if self._is_aborted:
+            raise RuntimeError("the ranks are not connected any more")
+
+
+def _memory(nbytes: int, device: torch.device) -> NamedMemory | None:
+    try:
+        return NamedMemory(nbytes, device)
+    except CudaError:
+        return None
+
+
+def _addresses(memory: NamedMemory | None, names: list[bytes], rank: int) -> list[int]:
+    """Return where the memory of each rank is, or nothing if one cannot be reached."""
+    if memory is None or not all(name.strip(b"\0") for name in names):
+        return []
+    try:
+        return [memory.address if each == rank else memory.other(name) for each, name in enumerate(names)]
+    except CudaError:
+        return []
+
+
+def _close(memory: NamedMemory, stop: WordPage) -> None:
+    stop.words[0] = 1
+    memory.close()
+    stop.close()
+
+
+def exchange_by_files(folder: Path, rank: int, ranks: int, seconds: float) -> Exchange:
+    """Return how ranks of one host tell each other something by files of a folder.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     exchange_by_files(Path(folder), 0, 1, seconds=1.0)(b"mine")
+    [b'mine']
+    """
+    rounds = count()
+
+    def exchange(told: bytes) -> list[bytes]:
+        turn, latest = next(rounds), time.monotonic() + seconds
+        unfinished = folder / f"{turn}-{rank}.new"
+        unfinished.write_bytes(told)
+        unfinished.rename(folder / f"{turn}-{rank}")
+        files = [folder / f"{turn}-{each}" for each in range(ranks)]
+        while not all(file.exists() for file in files):
+            if time.monotonic() > latest:
+                raise RuntimeError("another rank has not come")
+            time.sleep(LOOK_S)
+        return [file.read_bytes() for file in files]
+
+    return exchange
