@@ -1,8 +1,8 @@
 """What ranks compute together on GPUs that reach each other's memory: the sum of their rows, and all of them. It is one kernel, and no meeting beside it.
 
-Each rank writes its rows into the memory of all others, and then a word that says so; when the words of all are there, it adds up what has come,
-in the order of the ranks, so that all have the same bits. A block of the kernel has a part of the rows, and words of its own. What comes lies in
-turn in one of two places: a rank begins to write the rows after the next only when all others have read these.
+Each rank writes its rows into the memory of all others, and then words that say so, one for each block of the kernel. When the words of all are
+there, it adds up what has come, in the order of the ranks, so that all have the same bits. What comes lies in turn in one of two places: a rank
+begins to write the rows after the next only when all others have read these. So all blocks count alike, and there are always as many.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PART, PARTS = 8192, 128  # bytes of a block, and blocks at most
-MOST = PART * PARTS  # bytes of a rank's rows at once
+MOST = 1 << 20  # bytes of a rank's rows at once
+PART = 8192  # bytes that a block moves at once
+BLOCKS, BLOCKS_OF_MANY = 64, 8  # while a block waits, ranks on the same GPU find no room for large products beside it
 LOOKS = 64  # at a word, for each at what ends the wait
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -24,7 +25,7 @@ class RankMemory(NamedTuple):
     Attributes:
         rank: Which one it is.
         memories: The addresses of the memory of each rank, `memory_of` bytes that are zeros at first, int64.
-        numbers: How often each block has exchanged rows, int32, zeros at first.
+        numbers: How often each of the kernel's blocks has exchanged rows, int32, zeros at first. All ranks have as many blocks.
         stop: The address of an int32; when that is no longer 0, nothing is waited for, and what comes is of no use.
     """
 
@@ -35,12 +36,8 @@ class RankMemory(NamedTuple):
 
 
 def memory_of(ranks: int) -> int:
-    """Return how many bytes each rank needs: words by which the others say that rows have come, and the rows, twice.
-
-    >>> memory_of(2)
-    4195328
-    """
-    return 4 * ranks * PARTS + 2 * ranks * MOST
+    """Return how many bytes each rank needs: words by which the others say that rows have come, and the rows, twice."""
+    return 4 * ranks * BLOCKS + 2 * ranks * MOST
 
 
 @triton.jit
@@ -57,41 +54,47 @@ def _wait(word, number, stop, LOOKS: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit(do_not_specialize=["stop"])
 def _exchange(  # type: ignore[no-untyped-def]
-    x, made, memories, numbers, stop, size, RANK: tl.constexpr, RANKS: tl.constexpr, MOST: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, LOOKS: tl.constexpr, ADDS: tl.constexpr
+    x, made, memories, numbers, stop, size, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCKS: tl.constexpr,
+    MOST: tl.constexpr, PART: tl.constexpr, WORDS: tl.constexpr, LOOKS: tl.constexpr, ADDS: tl.constexpr
 ):  # fmt: skip
-    part = tl.program_id(0)
-    number = tl.load(numbers + part) + 1
-    at = part * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.load(x + at, mask=at < size)
+    block = tl.program_id(0)
+    number = tl.load(numbers + block) + 1
     turn = (number & 1) * RANKS
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            rows = (tl.load(memories + rank) + 4 * RANKS * PARTS).to(tl.pointer_type(x.dtype.element_ty))
-            there = tl.multiple_of(rows + (turn + RANK) * MOST, 16)
-            tl.store(there + at, mine, mask=at < size)
+    for begin in range(block * PART, size, BLOCKS * PART):
+        at = begin + tl.arange(0, PART)
+        mine = tl.load(x + at, mask=at < size)
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                rows = (tl.load(memories + rank) + 4 * WORDS).to(tl.pointer_type(x.dtype.element_ty))
+                there = tl.multiple_of(rows + (turn + RANK) * MOST, 16)
+                tl.store(there + at, mine, mask=at < size)
     tl.debug_barrier()
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             words = tl.load(memories + rank).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(words + RANK * PARTS + part, number, sem="release", scope="sys")
+            tl.atomic_xchg(words + RANK * BLOCKS + block, number, sem="release", scope="sys")
     words = tl.load(memories + RANK).to(tl.pointer_type(tl.int32))
-    rows = (tl.load(memories + RANK) + 4 * RANKS * PARTS).to(tl.pointer_type(x.dtype.element_ty))
-    total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(RANKS):
-        theirs = mine
         if rank != RANK:
-            _wait(words + rank * PARTS + part, number, stop, LOOKS)
-            tl.debug_barrier()
-            here = tl.multiple_of(rows + (turn + rank) * MOST, 16)
-            theirs = tl.load(here + at, mask=at < size, cache_modifier=".cg")
+            _wait(words + rank * BLOCKS + block, number, stop, LOOKS)
+    tl.debug_barrier()
+    rows = (tl.load(memories + RANK) + 4 * WORDS).to(tl.pointer_type(x.dtype.element_ty))
+    for begin in range(block * PART, size, BLOCKS * PART):
+        at = begin + tl.arange(0, PART)
+        total = tl.zeros((PART,), tl.float32)
+        for rank in tl.static_range(RANKS):
+            if rank == RANK:
+                theirs = tl.load(x + at, mask=at < size)
+            else:
+                here = tl.multiple_of(rows + (turn + rank) * MOST, 16)
+                theirs = tl.load(here + at, mask=at < size, cache_modifier=".cg")
+            if ADDS:
+                total += theirs.to(tl.float32)
+            else:
+                tl.store(made + rank * size + at, theirs, mask=at < size)
         if ADDS:
-            total += theirs.to(tl.float32)
-        else:
-            tl.store(made + rank * size + at, theirs, mask=at < size)
-    if ADDS:
-        tl.store(made + at, total.to(made.dtype.element_ty), mask=at < size)
-    tl.store(numbers + part, number)
+            tl.store(made + at, total.to(made.dtype.element_ty), mask=at < size)
+    tl.store(numbers + block, number)
 
 
 def sum_of_ranks(x: Tensor, memory: RankMemory) -> Tensor:
@@ -114,8 +117,8 @@ def gather_of_ranks(x: Tensor, memory: RankMemory) -> Tensor:
 
 
 def _exchange_some(x: Tensor, made: Tensor, memory: RankMemory, adds: bool) -> None:
-    block = PART // x.itemsize
-    _exchange[(triton.cdiv(x.numel(), block),)](
-        x, made, memory.memories, memory.numbers, memory.stop, x.numel(), RANK=memory.rank, RANKS=len(memory.memories),
-        MOST=MOST // x.itemsize, PARTS=PARTS, BLOCK=block, LOOKS=LOOKS, ADDS=adds, num_warps=8
+    ranks, blocks = len(memory.memories), len(memory.numbers)
+    _exchange[(blocks,)](
+        x, made, memory.memories, memory.numbers, memory.stop, x.numel(), RANK=memory.rank, RANKS=ranks, BLOCKS=blocks,
+        MOST=MOST // x.itemsize, PART=PART // x.itemsize, WORDS=ranks * BLOCKS, LOOKS=LOOKS, ADDS=adds, num_warps=8
     )  # fmt: skip

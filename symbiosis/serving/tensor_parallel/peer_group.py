@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from symbiosis.kernels.gpu.rank_exchange import (
+    BLOCKS,
+    BLOCKS_OF_MANY,
     MOST,
-    PARTS,
     SUMMED,
     RankMemory,
     gather_of_ranks,
@@ -33,10 +34,15 @@ Exchange = Callable[
 class PeerGroup:
     """One rank's end. It waits for ever for a rank that is gone, until it is aborted.
 
+    Args:
+        shares_gpu: Whether ranks are on the same GPU.
+
     Raises `CudaError` on all ranks if one cannot reach the memory of another.
     """
 
-    def __init__(self, exchange: Exchange, rank: int, ranks: int, device: torch.device) -> None:
+    def __init__(
+        self, exchange: Exchange, rank: int, ranks: int, device: torch.device, shares_gpu: bool = False
+    ) -> None:
         self._device, self._is_aborted = device, False
         memory = _memory(memory_of(ranks), device)
         addresses = _addresses(memory, exchange(memory.name if memory is not None else b""), rank)
@@ -51,7 +57,7 @@ class PeerGroup:
         self._memory = RankMemory(
             rank,
             torch.tensor(addresses, dtype=torch.int64, device=device),
-            torch.zeros(PARTS, dtype=torch.int32, device=device),
+            torch.zeros(BLOCKS_OF_MANY if shares_gpu else BLOCKS, dtype=torch.int32, device=device),
             self._stop.at(0),
         )
         weakref.finalize(self, _close, memory, self._stop)

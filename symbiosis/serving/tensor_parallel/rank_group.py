@@ -32,4 +32,5 @@ def rank_group(meet: MeetRanks, rank: int, ranks: int, device: torch.device) -> 
 
     if meet.by == "nccl":
         return NcclGroup(meet.at, rank, ranks, device)
-    return PeerGroup(exchange_by_files(Path(meet.at.decode()), rank, ranks, WAIT_S), rank, ranks, device)
+    exchange = exchange_by_files(Path(meet.at.decode()), rank, ranks, WAIT_S)
+    return PeerGroup(exchange, rank, ranks, device, shares_gpu=True)
