@@ -146,7 +146,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "Have the executor that is started hold a float checkpoint's weights in 8 or 4 bits. Default: as the checkpoint has them.")] = None
     devices: Annotated[str | None, Doc(
         "Divide the model over several devices, with a process (a rank) on each, which compute every layer together: cpu, with --ranks, or GPUs, "
-        "such as 0-3 or 0,2, which are refused for now. --memory is that of each; a share of a CPU's is that of all.")] = None
+        "such as 0-3 or 0,2. --memory is that of each; a share of a CPU's is that of all.")] = None
     ranks: Annotated[int | None, Doc("With --devices cpu: how many ranks.")] = None
     speculate: Annotated[str | None, Doc(
         "Draft so many tokens ahead, and check them in one step; texts stay the same. ngram:N looks for them in the text itself, draft:CHECKPOINT:N asks "
