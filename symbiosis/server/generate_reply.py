@@ -15,6 +15,8 @@ from symbiosis.server.sse import EVENTS, JSON, SseWriter
 from symbiosis.serving.engine.detokenize import special_tokens, text_of
 from symbiosis.serving.request import Token
 
+COUNTS = (b"x-prompt-tokens", b"x-generated-tokens", b"x-total-tokens")  # headers, as LoRAX has them
+
 
 class GenerateReply(GenerationReply):
     """An answer with one text.
@@ -51,7 +53,9 @@ class GenerateReply(GenerationReply):
             prompt = told_prompt((), whole) if self._told.decoder_input_details else ()
             prefill = LongList(map(self._one, prompt))
             answer["details"] = {**self._ending(whole), "skipped_tokens": 0, "prefill": prefill, "tokens": shown}
-        await writer.start(JSON)
+        counts = self._generation.prompt_tokens, self._count
+        headers = zip(COUNTS, (*counts, sum(counts)), strict=True)
+        await writer.start([*JSON, *((name, str(count).encode()) for name, count in headers)])
         await writer.take(json_pieces([answer] if self._in_list else answer), more=False)
 
     async def _stream(self, writer: SseWriter) -> None:

@@ -70,6 +70,17 @@ def test_tools_are_called(running: Front) -> None:
     assert chat.choices[0].message.tool_calls and chat.choices[0].message.tool_calls[0].function.name == "weather"
 
 
+def test_fields_of_sampling_are_honoured(running: Front, servers: dict[str, Api]) -> None:
+    there, alone = client(running.url), servers[NAMES[-1]].client
+    drawn = {"temperature": 1, "seed": 7, "top_k": 20, "repetition_penalty": 1.5, "logit_bias": {"100": -100}}
+    for more in (drawn, {"stop": [" "], "include_stop_str_in_output": True}, {"ignore_eos": True, "priority": 2}):
+        assert respond(there, extra_body=more).output_text == respond(alone, extra_body=more).output_text
+    for wrong in ({"top_p": 7}, {"top_k": -3}, {"stop": ["x"] * 17}, {"min_tokens": 3}):
+        [field] = wrong
+        with pytest.raises(openai.BadRequestError, match=field):
+            respond(there, extra_body=wrong)
+
+
 def test_what_is_wrong_is_said(running: Front) -> None:
     there = client(running.url)
     with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):

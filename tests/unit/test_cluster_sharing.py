@@ -54,6 +54,9 @@ def front(tmp_path: Path) -> RouterState:
     return RouterState(view, str(tmp_path / "keys"))
 
 
+RUN = f"{new_session_id('gone-server-1')}:train:0"
+
+
 async def told(front: RouterState, name: str, path: str = "/v1/completions", **body: Any) -> tuple[int, str]:
     """What is answered within a moment; 0 if the request waits."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://localhost") as http:
@@ -95,6 +98,20 @@ def test_what_a_run_computes_is_of_all_that_its_key_may_have(
     run = f"{new_session_id('m-server-1')}:train:0"
     status, text = asyncio.run(told(front, "eve", path, model=run, **{field: ["a"] * 3001}))
     assert status == 400 and f"at most 3000 {what}" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": RUN}),
+        ("/v1/responses", {"model": RUN, "input": "a"}),
+        ("/v1/embeddings", {"model": RUN, "input": "a"}),
+        ("/generate", {"inputs": "a", "parameters": {"adapter_id": RUN}}),
+    ],
+)
+def test_what_is_asked_of_a_run_goes_to_its_server(front: RouterState, path: str, body: dict[str, Any]) -> None:
+    status, text = asyncio.run(told(front, "eve", path, **body))
+    assert status == 404 and "no model of this cluster trains" in text
 
 
 @pytest.mark.parametrize(

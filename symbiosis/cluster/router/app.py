@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from symbiosis.cluster.placement import State
 from symbiosis.cluster.router import adapter_uploads, training_requests
 from symbiosis.cluster.router.completion_fields import CompletionFields, with_fields
+from symbiosis.cluster.router.generate_requests import GenerateFields
 from symbiosis.cluster.router.pooling_requests import PoolingFields
 from symbiosis.cluster.router.response_requests import ResponseFields
 from symbiosis.cluster.router.router_state import RouterState, passed_on
@@ -62,6 +63,7 @@ def make_app(front: RouterState) -> ASGIApp:
         ("POST", "/v1/responses", responses),
         ("GET", "/v1/responses/{id}", one_response),
         ("DELETE", "/v1/responses/{id}", one_response),
+        *(("POST", path, generated) for path in ("/generate", "/generate_stream", "/")),
         *((method, path, pooled) for method, path, _ in pooling_routes.TABLE),
         ("POST", "/tokenize", tokens),
         ("POST", "/detokenize", tokens),
@@ -109,7 +111,23 @@ async def responses(front: RouterState, request: Request) -> ASGIApp:
     front.check_room(tenant, 1)
     data = await front.bodies.read(request, MOST_BYTES)
     asked = await front.made(request, tenant, len(data), 1, lambda: decoded(ResponseFields, data))
+    if training_requests.names_a_run(asked.model):
+        front.view.look()
+        return front.compute_at(request, tenant, server_of(front.view, mark_in(asked.model)), data, 1)
     return front.respond(request, tenant, asked, data)
+
+
+async def generated(front: RouterState, request: Request) -> ASGIApp:
+    """Answer `/generate` of text-generation-inference and LoRAX."""
+    tenant = front.tenant(request)
+    tenant.check(1, front.keys.clock())
+    front.check_room(tenant, 1)
+    data = await front.bodies.read(request, MOST_BYTES)
+    asked = await front.made(request, tenant, len(data), 1, lambda: GenerateFields(data))
+    if training_requests.names_a_run(asked.model or ""):
+        front.view.look()
+        return front.compute_at(request, tenant, server_of(front.view, mark_in(asked.model or "")), data, 1)
+    return front.generate(request, tenant, asked, data)
 
 
 async def one_response(front: RouterState, request: Request) -> ASGIApp:

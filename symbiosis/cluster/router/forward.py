@@ -21,6 +21,7 @@ logger = logging.getLogger("symbiosis")
 AWAY = "the server that has this does not answer now: ask again, it is being started"
 STREAMS = (b"text/event-stream", b"application/octet-stream")  # which are handed on piece by piece
 WHOLE = 1 << 20  # bytes: what is longer is handed on piece by piece, too
+TOTAL_TOKENS = b"x-total-tokens"  # which a server says of an answer whose end does not tell its usage
 TAIL = 1 << 10  # bytes: they hold the usage of an answer, which is its last field
 
 
@@ -33,11 +34,18 @@ class ForwardedRequest(NamedTuple):
     body: bytes
 
 
+class AnswerEnd(NamedTuple):
+    """What is known of an answer at its end."""
+
+    tail: bytes  # of a stream up to the end of an event
+    tokens: int | None = None  # that it took, as its headers say
+
+
 class Forward:
     """The answer of a server to a request.
 
     Args:
-        done: Called at the end with the last bytes of the answer, those of a stream up to the end of an event. None: no server took the request.
+        done: Called at the end of the answer. None: no server took the request.
     """
 
     def __init__(
@@ -45,12 +53,13 @@ class Forward:
         view: ServerRegistry,
         sent: ForwardedRequest,
         wish: RoutingRequest,
-        done: Callable[[bytes | None], object],
+        done: Callable[[AnswerEnd | None], object],
     ) -> None:
         self._view, self._sent, self._done = view, sent, done
         self._flight = InFlight(wish, self._move)
         self._answer: Upstream | None = None
         self._tail, self._was_let_in = b"", False
+        self._tokens: int | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.create_task(self._run(SseWriter(send, scope), scope))
@@ -63,7 +72,7 @@ class Forward:
             left.cancel()
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
-            self._done(self._tail if self._was_let_in else None)
+            self._done(AnswerEnd(self._tail, self._tokens) if self._was_let_in else None)
 
     def _move(self, why: str) -> None:
         """The server is gone; or it is to take nothing new, and finishes this."""
@@ -106,6 +115,7 @@ class Forward:
             self._was_let_in = not answer.status
             raise
         self._was_let_in = answer.status == HTTPStatus.OK
+        self._tokens = int(told) if (told := answer.headers.get(TOTAL_TOKENS)) else None
         headers = [(name, value) for name, value in answer.headers.items() if name in KEPT]
         is_stream = answer.headers.get(b"content-type", b"").partition(b";")[0] in STREAMS
         first = b"" if is_stream else await answer.whole(WHOLE)  # before anything is said

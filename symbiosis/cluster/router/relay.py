@@ -34,6 +34,7 @@ PATIENCE_S = 60.0  # without a new token, before a request fails
 FAILURES = 3  # of servers that say that they failed: the request itself may be what they fail at
 KEPT = (
     b"content-type", b"retry-after", b"www-authenticate", b"x-should-retry", b"cache-control", b"x-accel-buffering", b"content-disposition",
+    b"x-prompt-tokens", b"x-generated-tokens", b"x-total-tokens",
 )  # of a server's headers  # fmt: skip
 TOKEN_BYTES = 40  # that a token takes which a server may have to go on from
 FAILED_HEADERS = [(b"content-type", b"application/json"), (b"x-should-retry", b"false")]

@@ -11,10 +11,11 @@ from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.cluster.placement import RoutingRequest, State, version_of
 from symbiosis.cluster.router.cluster_page import ClusterPage
 from symbiosis.cluster.router.completion_fields import CompletionFields, with_fields
-from symbiosis.cluster.router.forward import Forward, ForwardedRequest
+from symbiosis.cluster.router.forward import AnswerEnd, Forward, ForwardedRequest
+from symbiosis.cluster.router.generate_requests import GenerateFields
 from symbiosis.cluster.router.pooling_requests import PoolingFields
 from symbiosis.cluster.router.relay import Relay, no_room
-from symbiosis.cluster.router.response_requests import ResponseFields, tokens_used
+from symbiosis.cluster.router.response_requests import ResponseFields, tokens_used, wish_of_text
 from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.server.api_app import URL_HEADER, ApiState
 from symbiosis.server.api_errors import ApiError, busy, too_many_at_once, unknown_model, wrong
@@ -107,7 +108,7 @@ class RouterState(ApiState):
             raise busy("so many requests of this key wait for their answers", "share_of_key")
         wish = RoutingRequest(model=seen.member.model, sequences=sequences, tenant=tenant, server=seen.member.number)
 
-        def end(_: bytes | None) -> None:
+        def end(_: AnswerEnd | None) -> None:
             held.end()
             count.end()
 
@@ -119,17 +120,23 @@ class RouterState(ApiState):
         seen = self.view.marked(mark_in_response(asked.previous_response_id or ""))
         if seen is not None and asked.model in self.view.told.aliases:
             model = seen.member.model
-        wish = asked.wish(model, adapter, tenant.name, len(data), self.view.most(model)[1])
+        wish = wish_of_text(model, adapter, tenant.name, len(data), asked.max_output_tokens, self.view.most(model)[1])
         if seen is not None:
             wish = msgspec.structs.replace(wish, server=seen.member.number)
-        return self._answer_of_one(request, tenant, wish, data)
+        return self._answer_of_one(request, tenant, wish, data if adapter else with_fields(data, {"model": model}))
+
+    def generate(self, request: Request, tenant: Tenant, asked: GenerateFields, data: bytes) -> Forward:
+        """Return the answer to /generate, of a server that has room."""
+        model, adapter = self.chosen(self.named(asked.model, "adapter_id"))
+        wish = wish_of_text(model, adapter, tenant.name, len(data), asked.wanted, self.view.most(model)[1])
+        return self._answer_of_one(request, tenant, wish, data if adapter else asked.body(model))
 
     def pool(self, request: Request, tenant: Tenant, asked: PoolingFields, data: bytes) -> Forward:
         """Return the answer to a request for vectors, classes or scores of texts."""
         model, adapter = self.chosen(self.named(asked.model))
         self._check_sequences(tenant, asked.texts, asked.field)
         wish = asked.wish(model, adapter, tenant.name, self.view.most(model)[0])
-        return self._answer_of_one(request, tenant, wish, data)
+        return self._answer_of_one(request, tenant, wish, data if adapter else with_fields(data, {"model": model}))
 
     def tokens(self, request: Request, tenant: Tenant, model: str | None, data: bytes) -> Forward:
         """Return the answer to a request that any server of a model answers, however full it is."""
@@ -139,19 +146,19 @@ class RouterState(ApiState):
             raise no_room()
         return self.forward(request, tenant.name, min(ready, key=lambda seen: seen.mine), data)
 
-    def named(self, model: str | None) -> str:
+    def named(self, model: str | None, field: str = "model") -> str:
         """Return the model that a body names, or the only one that there is. One that names none means the base, which a cluster may have several of."""
         if model is not None:
             return model
         if len(self.view.told.names) == 1:
             return self.view.told.names[0]
-        raise wrong(f"name a model: there are {', '.join(map(repr, self.view.told.names))} and adapters", "model")
+        raise wrong(f"name a model: there are {', '.join(map(repr, self.view.told.names))} and adapters", field)
 
-    def _answer_of_one(self, request: Request, tenant: Tenant, wish: RoutingRequest, data: bytes) -> Forward:
+    def _answer_of_one(self, request: Request, tenant: Tenant, wish: RoutingRequest, body: bytes) -> Forward:
         """Return the answer of one server, which no other goes on with. Who has asked pays for the tokens that it tells at its end."""
-        admission, _ = self._admitted(tenant, wish, wish.pages, len(data))
-        sent = sent_of(request, data if wish.adapter else with_fields(data, {"model": wish.model}))
-        return Forward(self.view, sent, wish, lambda tail: admission.end(tokens_used(tail, wish.pages)))
+        admission, _ = self._admitted(tenant, wish, wish.pages, len(body))
+        sent = sent_of(request, body)
+        return Forward(self.view, sent, wish, lambda end: admission.end(tokens_used(end, wish.pages)))
 
     def _admitted(self, tenant: Tenant, wish: RoutingRequest, tokens: int, size: int) -> tuple[Admission, Lease]:
         """Let a request of so many tokens in, with a body of so many bytes, which it holds until it ends."""

@@ -123,7 +123,10 @@ def check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
     """Raise `Unfit` for what is no token of the model."""
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocabulary:
-            raise Unfit(name, f"has the token {token!r:.50}, and the model's are numbered from 0 to {vocabulary - 1}")
+            raise Unfit(
+                name,
+                f"has the token {token!r:.50}, out of vocabulary: the model's are numbered from 0 to {vocabulary - 1}",
+            )
 
 
 def check_chosen(request: Request, vocabulary: int) -> None:
