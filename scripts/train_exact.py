@@ -74,9 +74,10 @@ KINDS: dict[str, Callable[[int], PeftConfig]] = {
     "prefix by an encoder": lambda r: _of(
         peft.PrefixTuningConfig, num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=32
     ),
-    "Cartridge": lambda r: _of(peft.CartridgeConfig, num_virtual_tokens=1 + min(r, 8)),
     "saved modules": lambda r: _of(LoraConfig, r=r, target_modules=["q_proj"], modules_to_save=["input_layernorm"]),
 }
+if hasattr(peft, "CartridgeConfig"):  # since 0.19
+    KINDS["Cartridge"] = lambda r: _of(peft.CartridgeConfig, num_virtual_tokens=1 + min(r, 8))
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", TINY),

@@ -31,6 +31,15 @@ def check(extra: str = "") -> None:
         )
 
 
+def check_release(name: str, least: str, what: str) -> None:
+    """Raise `OutdatedPackage` if a package that is in no extra is older than what something needs."""
+    version = _version_of(name)
+    if version and _numbers(version) < _numbers(least):
+        raise OutdatedPackage(
+            f"{what} needs {name} {least} or later, not {version}. Run: {sys.executable} -m pip install --upgrade '{name}>={least}', and start Python anew"
+        )
+
+
 def outdated(extra: str = "") -> dict[str, str]:
     """Return the packages that are too old, with their versions. One that is not installed as a package is not looked at."""
     least = needed(extra)

@@ -16,11 +16,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from symbiosis.base.requirements import check_release
 from symbiosis.errors import ConfigError
 from symbiosis.serving.engine.reader import ENDS_WITH_ERROR, GenerationFailed
 from symbiosis.serving.request import Finish, Output, Request, Sampling
 from symbiosis.training.rollout_worker import RolloutWorker
 
+TRL = "1.16"  # whose methods are replaced below
 MOST_COMPLETIONS = 128  # of one request
 HONOURED = {  # of transformers' GenerationConfig
     "max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "eos_token_id",
@@ -86,6 +88,7 @@ class Rollout:
         """Have a trainer that takes no `rollout_func` sample by the engine; return the trainer."""
         if getattr(trainer, "_symbiosis_rollout", None) is self:
             return trainer
+        _check_trl()
         if getattr(trainer.args, "use_vllm", False):
             raise ConfigError("this trainer is to sample by vLLM: leave use_vllm=True out of its configuration")
         if hasattr(trainer, "_sync_weight_merged"):
@@ -137,6 +140,7 @@ class Rollout:
         environment_factory: Any = None,
     ) -> RolloutWorker:
         """Return what `AsyncGRPOTrainer(rollout_worker=)` takes: TRL's own loop of rollouts, tools and rewards, in a thread of this program."""
+        _check_trl()
         rewards = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
         words = {
             "dataset": train_dataset,
@@ -180,13 +184,16 @@ class Rollout:
         def take(output: Output) -> None:
             tokens.extend(token.id for token in output.tokens)
             logprobs.extend(float(token.logprob or 0.0) for token in output.tokens)
+            if output.finish is None or not future.set_running_or_notify_cancel():  # nobody waits for it any more
+                return
             if output.finish in (*ENDS_WITH_ERROR, Finish.CANCELLED):
                 future.set_exception(GenerationFailed(output.error or "the request was cancelled"))
-            elif output.finish is not None:
+            else:
                 future.set_result(SampledText(tokens, logprobs, output.model_version))
 
         request = Request(id=self.engine.next_id(), prompt=tuple(prompt), adapter=self.name, sampling=how)
         self.engine.submit(request, take)
+        future.add_done_callback(lambda done: self.engine.cancel(request.id) if done.cancelled() else None)
         return future
 
     # ------------------------------------------------------------ GRPO and RLOO
@@ -304,6 +311,10 @@ class Rollout:
             trainer.model_version += 1
             trainer.rollout_worker.update_model_version(trainer.model_version)
         return began, before, time.time()
+
+
+def _check_trl() -> None:
+    check_release("trl", TRL, "symbiosis.rollout")
 
 
 def rollout(engine: SamplingEngine, name: str = "policy") -> Rollout:

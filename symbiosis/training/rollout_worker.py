@@ -119,4 +119,8 @@ def _reading_plain_answers(tokenizer: Any) -> Any:
         plain = copy.deepcopy(tokenizer)
         fields = {"content": {"close_pattern": re.escape(tokenizer.eos_token), "content": "text"}}
         plain.response_template = {"defaults": {"role": "assistant"}, "fields": fields}
+        # the same for transformers before 5.13, which read no template
+        until_end = rf"^(?P<content>.*?)(?:{re.escape(tokenizer.eos_token)}|\Z)"
+        kinds = {"role": {"const": "assistant"}, "content": {"type": "string"}}
+        plain.response_schema = {"type": "object", "properties": kinds, "x-regex": until_end}
         return plain

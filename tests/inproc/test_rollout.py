@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from peft import LoraConfig
 from torch import nn
 
 import symbiosis
-from symbiosis.errors import ConfigError
+from symbiosis.errors import ConfigError, OutdatedPackage
 from symbiosis.serving import Engine
+from symbiosis.serving.request import Sampling
 from symbiosis.training.rollout import Rollout, sampling_of
+from symbiosis.training.rollout_worker import _reading_plain_answers
 from tests.inproc.test_publish import change
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", minversion="1.16")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
@@ -103,6 +106,8 @@ def logs_of(trainer: Any, name: str) -> list[float]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_grpo(kind: str, parts: tuple[nn.Module, Engine], tokenizer: Any, tmp_path: Path) -> None:
     """Each rollout is by the adapter of its step: what the sampler says of a token is what the trainer says of it."""
+    if "DoRA" in kind:
+        pytest.importorskip("peft", minversion="0.19", reason="DoRA of PEFT 0.18 reads the weights")
     model, engine = parts
     rollout, versions = symbiosis.rollout(engine), list[int]()
 
@@ -205,6 +210,38 @@ def test_what_it_cannot_do_is_refused(parts: tuple[nn.Module, Engine], tokenizer
         symbiosis.rollout("http://127.0.0.1:8000")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="samples in no way that is known"):
         Rollout(parts[1], "policy").attach(type("Odd", (), {"args": None})())
+
+
+def test_an_old_trl_is_told(parts: tuple[nn.Module, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl, "__version__", "1.15.2")
+    made = symbiosis.rollout(parts[1])
+    for ask in (lambda: made([], None), lambda: made.attach(None), lambda: made.worker(None, None, None)):
+        with pytest.raises(OutdatedPackage, match=r"rollout needs trl 1\.16 or later, not 1\.15\.2.*'trl>=1\.16'"):
+            ask()
+
+
+def test_a_completion_for_which_nobody_waits_is_given_up(
+    parts: tuple[nn.Module, Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = parts[1]
+    made = Rollout(engine, None)  # type: ignore[arg-type]  # the base itself
+    endless = Sampling(max_tokens=500, stop_tokens=())
+    given_up, taken = made.ask_one([70, 71], endless), made.ask_one([70, 71], Sampling(max_tokens=4))
+    assert len(taken.result(60).tokens) == 4 and given_up.cancel()
+    deadline = time.monotonic() + 60
+    while engine.figures().running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.figures().finished == {"length": 1, "cancelled": 1} and not caplog.records
+
+
+@pytest.mark.parametrize("answer", ["a word", "two\nlines\n", " ", ""])
+def test_an_answer_of_an_unknown_template_is_all_content(tokenizer: Any, answer: str) -> None:
+    from trl.chat_template_utils import parse_response
+
+    plain = _reading_plain_answers(tokenizer)
+    for end in ("", tokenizer.eos_token)[not answer :]:
+        ids = tokenizer(answer + end, add_special_tokens=False).input_ids
+        assert parse_response(plain, ids) == {"role": "assistant", "content": answer}
 
 
 def test_async_grpo(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

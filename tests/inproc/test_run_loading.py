@@ -575,6 +575,7 @@ def test_training_a_head_alone_is_not_bothered(offer: Callable, shared: Shared, 
 def test_an_adapters_folder_is_loaded_with_its_base(
     offer: Callable, shared: Shared, ids: Tensor, tmp_path: Path
 ) -> None:
+    pytest.importorskip("peft", minversion="0.19", reason="transformers' load_adapter needs it")
     path, executor = offer(tiny_llama())
     adapted(AutoModelForCausalLM.from_pretrained(path)).save_pretrained(tmp_path / "adapter")
     split = shared(AutoModelForCausalLM, tmp_path / "adapter", executor, require=True)

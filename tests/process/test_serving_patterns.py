@@ -172,6 +172,11 @@ def test_a_table_has_no_names_but_those_of_modules() -> None:
     assert list(got["rank_pattern"]) == ["q_proj", "layers.1.self_attn.q_proj"] and got["alpha_pattern"] == {}
 
 
+def test_a_kind_that_peft_does_not_know_is_refused_by_name(served: ModelRunner, good: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"NEWEST cannot be served: PEFT \d.* has no such kind.*upgrade peft"):
+        AdapterRegistry(served).add("new", changed(good, tmp_path, {"peft_type": "NEWEST"}))
+
+
 @pytest.mark.parametrize("kind", ["CARTRIDGE", "CPT"])
 def test_what_acts_elsewhere_is_refused_before_anything_is_made_of_it(
     served: ModelRunner, good: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

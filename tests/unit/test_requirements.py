@@ -32,7 +32,7 @@ def test_they_are_those_of_the_distribution() -> None:
 
 def test_the_lowest_ones_are_those_that_are_tested() -> None:
     told = (Path(__file__).parents[2] / "constraints-lowest.txt").read_text()
-    lowest = re.findall(r"^([\w-]+)==([\d.]+)\.0$", told, re.MULTILINE)
+    lowest = re.findall(r"^([\w-]+)==([\d.]+?)(?:\.0)?$", told, re.MULTILINE)
     assert len(lowest) == 3 and {f"{name}>={version}" for name, version in lowest} <= set(PROJECT["dependencies"])
 
 

@@ -275,14 +275,20 @@ def _made(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict[str, 
 
 
 def _refuse(config: dict[str, Any]) -> None:
+    from peft import __version__
     from peft.config import PromptLearningConfig
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     kind = config["peft_type"]
     if kind in CANNOT:
         raise AdapterError(f"{kind} cannot be served together with others: {CANNOT[kind]}")
-    if issubclass(PEFT_TYPE_TO_CONFIG_MAPPING.get(kind, object), PromptLearningConfig):
+    known = PEFT_TYPE_TO_CONFIG_MAPPING.get(kind)
+    if kind == "CARTRIDGE" or (known is not None and issubclass(known, PromptLearningConfig)):
         raise AdapterError(f"{kind} acts elsewhere than at layers, and cannot be served")
+    if known is None:
+        raise AdapterError(
+            f"{shown(str(kind))} cannot be served: PEFT {__version__} has no such kind. If a later one has it: upgrade peft"
+        )
     for option, reason in OPTIONS.items():
         if config.get(option):
             raise AdapterError(f"a LoRA with {option} cannot be served together with others: {reason}")
