@@ -1,6 +1,8 @@
 """Models divided over ranks, which are threads here: each part computes what the whole model computes."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.serving.tensor_parallel.collectives import Collectives
 from symbiosis.serving.tensor_parallel.divided_model import cut, structure_of
 from symbiosis.serving.tensor_parallel.division import Division
+from symbiosis.serving.tensor_parallel.rank_group import exchange_by_files, meeting_of
 from symbiosis.serving.tensor_parallel.shares import HeadShares, shares
 from tests.rank_threads import FAMILIES, ThreadGroup, family, on_ranks
 
@@ -149,3 +152,20 @@ def test_compiled_parts_sum_as_others_do() -> None:
 
     for logits in on_ranks(2, run):
         assert (logits - whole).abs().max() <= TOLERANCE * whole.abs().max()
+
+
+def test_ranks_tell_each_other_by_files_round_after_round(tmp_path: Path) -> None:
+    def run(rank: int) -> list[list[bytes]]:
+        exchange = exchange_by_files(tmp_path, rank, 3, seconds=10)
+        return [exchange(bytes([rank, turn])) for turn in range(3)]
+
+    with ThreadPoolExecutor(3) as threads:
+        for told in threads.map(run, range(3)):
+            assert told == [[bytes([rank, turn]) for rank in range(3)] for turn in range(3)]
+    with pytest.raises(RuntimeError, match="another rank has not come"):
+        exchange_by_files(tmp_path, 3, 5, seconds=0.05)(b"alone")
+
+
+def test_how_ranks_meet_follows_from_their_devices(tmp_path: Path) -> None:
+    assert meeting_of(["cpu", "cpu"], tmp_path).by == "gloo"
+    assert meeting_of(["cuda:0", "cuda:0"], tmp_path).by == "memory"

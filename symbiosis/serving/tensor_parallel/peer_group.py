@@ -2,11 +2,8 @@
 graph."""
 
 import os
-import time
 import weakref
 from collections.abc import Callable
-from itertools import count
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,25 +20,24 @@ from symbiosis.kernels.gpu.rank_exchange import (
 )
 from symbiosis.transport.cuda.driver import CudaError, NamedMemory, WordPage
 
-LOOK_S = 0.01  # between two looks for the names of other ranks
-
-
-Exchange = Callable[
-    [bytes], list[bytes]
-]  # tells all ranks something of at most 64 bytes, and returns what each has told
-
 
 class PeerGroup:
     """One rank's end. It waits for ever for a rank that is gone, until it is aborted.
 
     Args:
+        exchange: Tells all ranks something of at most 64 bytes, and returns what each has told.
         shares_gpu: Whether ranks are on the same GPU.
 
     Raises `CudaError` on all ranks if one cannot reach the memory of another.
     """
 
     def __init__(
-        self, exchange: Exchange, rank: int, ranks: int, device: torch.device, shares_gpu: bool = False
+        self,
+        exchange: Callable[[bytes], list[bytes]],
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        shares_gpu: bool = False,
     ) -> None:
         self._device, self._is_aborted = device, False
         memory = _memory(memory_of(ranks), device)
@@ -111,28 +107,3 @@ def _close(memory: NamedMemory, stop: WordPage) -> None:
     stop.words[0] = 1
     memory.close()
     stop.close()
-
-
-def exchange_by_files(folder: Path, rank: int, ranks: int, seconds: float) -> Exchange:
-    """Return how ranks of one host tell each other something by files of a folder.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     exchange_by_files(Path(folder), 0, 1, seconds=1.0)(b"mine")
-    [b'mine']
-    """
-    rounds = count()
-
-    def exchange(told: bytes) -> list[bytes]:
-        turn, latest = next(rounds), time.monotonic() + seconds
-        unfinished = folder / f"{turn}-{rank}.new"
-        unfinished.write_bytes(told)
-        unfinished.rename(folder / f"{turn}-{rank}")
-        files = [folder / f"{turn}-{each}" for each in range(ranks)]
-        while not all(file.exists() for file in files):
-            if time.monotonic() > latest:
-                raise RuntimeError("another rank has not come")
-            time.sleep(LOOK_S)
-        return [file.read_bytes() for file in files]
-
-    return exchange
