@@ -22,6 +22,8 @@ TAKEN = {
     "--tool-call-parser": "--tool-parser",
 }
 PARSERS = {"hermes", "llama3_json", "mistral", "pythonic"}
+# whose vectors have as many numbers as those of their own model, by random weights
+WIDTHS = {"pooling/embed/test_online.py": 384}
 # whose texts have as many tokens as they may: the model stops sooner than theirs
 ENDLESS = ("completion/test_completion.py", "test_return_token_ids.py")
 refused: list[tuple[int, Any]] = []  # of the present test
@@ -38,13 +40,13 @@ class RemoteOpenAIServer:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         options, length = self._options([str(each) for each in vllm_serve_args])
-        env = env_dict or {}
+        env = {**key_of([str(each) for each in vllm_serve_args]), **(env_dict or {})}
         if env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
             options += ["--adapters", os.environ["COMPAT_ADAPTERS"]]
         if key := env.get("VLLM_API_KEY"):
             keys = Path(self._folder.name, "keys")
             keys.touch(0o600)
-            keys.write_text(f"tests {key} admin\n")
+            keys.write_text(f"tests {long_key(key)} admin\n")
             options += ["--api-keys", str(keys)]
         names = [] if "--served-model-name" in options else ["--served-model-name", model]
         checkpoint = self._checkpoint(length)
@@ -78,14 +80,15 @@ class RemoteOpenAIServer:
 
     def _checkpoint(self, length: int | None) -> str:
         """The model, with positions for so long a text."""
-        config = json.loads(Path(MODEL, "config.json").read_text())
+        own = checkpoint_of_test()
+        config = json.loads(Path(own, "config.json").read_text())
         ends = not any(each in os.environ.get("PYTEST_CURRENT_TEST", "") for each in ENDLESS)
         length = min(length or 1 << 30, config["max_position_embeddings"])
         if ends and length == config["max_position_embeddings"]:
-            return MODEL
+            return own
         folder = Path(self._folder.name, "model")
         folder.mkdir()
-        for file in Path(MODEL).iterdir():
+        for file in Path(own).iterdir():
             (folder / file.name).symlink_to(file)
         for name in ("config.json", "generation_config.json"):
             told = json.loads((folder / name).read_text())
@@ -121,6 +124,22 @@ class RemoteOpenAIServer:
         return usual | options
 
 
+def long_key(key: str) -> str:
+    """Return what stands for a key of a test: here one has 8 characters at least."""
+    return key if len(key) >= 8 else key.ljust(8, "-")
+
+
+def key_of(options: list[str]) -> dict[str, str]:
+    """Return the key of a server's options as its environment has it."""
+    return {"VLLM_API_KEY": options[options.index("--api-key") + 1]} if "--api-key" in options else {}
+
+
+def with_long_key(headers: Any) -> None:
+    scheme, _, key = headers.get("Authorization", "").partition(" ")
+    if key:
+        headers["Authorization"] = f"{scheme} {long_key(key)}"
+
+
 def multi_gpu_only(*_: Any, **__: Any) -> Any:
     return pytest.mark.skip("it needs several GPUs")
 
@@ -146,6 +165,71 @@ def stand_in() -> None:
 
     vllm.tokenizers.get_tokenizer = tokenizer
     huggingface_hub.HfApi.snapshot_download = snapshot
+
+
+@functools.cache
+def random_model(width: int) -> str:
+    """Make a checkpoint with the model's tokens, and vectors of so many numbers. Its weights are random."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(tempfile.mkdtemp())
+    for file in Path(MODEL).iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).symlink_to(file)
+    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 128, "head_dim": 64}
+    changes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, **heads}
+    config = AutoConfig.from_pretrained(MODEL, **changes)
+    (folder / "config.json").unlink()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+def checkpoint_of_test() -> str:
+    """Return the model for the test that runs."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    widths = [width for file, width in WIDTHS.items() if file in test]
+    return random_model(widths[0]) if widths else MODEL
+
+
+class HfRunner:
+    """What tests compare vectors with: transformers, alone."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = checkpoint_of_test()
+        self._model, self._tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+    def __enter__(self) -> "HfRunner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """It is garbage."""
+
+    def encode(self, texts: list[str], *_: Any, **__: Any) -> list[list[float]]:
+        import torch
+
+        with torch.no_grad():
+            made = [
+                self._model(**self._tokenizer(each, return_tensors="pt")).last_hidden_state[0, -1] for each in texts
+            ]
+        return [torch.nn.functional.normalize(each, dim=0).tolist() for each in made]
+
+
+@pytest.fixture(scope="session")
+def hf_runner() -> type[HfRunner]:
+    return HfRunner
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Have tests know the tokens of their text as the model here has them."""
+    for module in {item.module for item in items}:
+        if hasattr(module, "input_tokens") and hasattr(module, "input_text"):
+            from transformers import AutoTokenizer
+
+            module.input_tokens[:] = AutoTokenizer.from_pretrained(MODEL)(module.input_text).input_ids
 
 
 @pytest.fixture(scope="session")
@@ -179,8 +263,9 @@ def watch() -> None:
     of_requests = requests.Session.send
 
     @functools.wraps(of_requests)
-    def by_requests(self: Any, *given: Any, **named: Any) -> Any:
-        answer = of_requests(self, *given, **named)
+    def by_requests(self: Any, request: Any, *given: Any, **named: Any) -> Any:
+        with_long_key(request.headers)
+        answer = of_requests(self, request, *given, **named)
         noted(answer.status_code, answer.url, answer.content if answer.status_code >= 400 else b"")
         return answer
 
@@ -191,14 +276,16 @@ def watch_httpx(httpx: Any) -> None:
     sync, later = httpx.Client.send, httpx.AsyncClient.send
 
     @functools.wraps(sync)
-    def by_httpx(self: Any, *given: Any, **named: Any) -> Any:
-        answer = sync(self, *given, **named)
+    def by_httpx(self: Any, request: Any, *given: Any, **named: Any) -> Any:
+        with_long_key(request.headers)
+        answer = sync(self, request, *given, **named)
         noted(answer.status_code, str(answer.url), answer.read() if answer.status_code >= 400 else b"")
         return answer
 
     @functools.wraps(later)
-    async def by_async(self: Any, *given: Any, **named: Any) -> Any:
-        answer = await later(self, *given, **named)
+    async def by_async(self: Any, request: Any, *given: Any, **named: Any) -> Any:
+        with_long_key(request.headers)
+        answer = await later(self, request, *given, **named)
         noted(answer.status_code, str(answer.url), await answer.aread() if answer.status_code >= 400 else b"")
         return answer
 

@@ -4,7 +4,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, Optional, TypeVar
+from typing import Annotated, Any, Literal, Optional, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -294,12 +294,30 @@ def decoded(kind: type[Kind], data: bytes, field: str = "") -> Kind:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _named(str(error), field) from None
+        raise _named(str(error), field, kind) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise wrong(f"the body is not JSON: {error}") from None
 
 
-def _named(text: str, field: str) -> ApiError:
+def choices(kind: Any, path: str) -> list[str]:
+    """Return the texts that a field of a body may be, if it is one of few.
+
+    >>> choices(Body, "truncation_side"), choices(ChatBody, "tools.type"), choices(Body, "model")
+    (['left', 'right'], ['function'], [])
+    """
+    if is_struct(kind):
+        name, _, rest = path.partition(".")
+        return [text for each in msgspec.structs.fields(kind) if each.name == name for text in choices(each.type, rest)]
+    if get_origin(kind) is Literal:
+        return [] if path else [each for each in get_args(kind) if isinstance(each, str)]
+    return [text for part in get_args(kind) for text in choices(part, path)]
+
+
+def is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _named(text: str, field: str, kind: Any) -> ApiError:
     """Return an error that names the field."""
     if not field and NO_OBJECT.fullmatch(text):
         return wrong("the body is not a JSON object")
@@ -309,6 +327,10 @@ def _named(text: str, field: str) -> ApiError:
         return wrong(f"{field and f'{field}: '}the argument {found[1]} is missing", field or found[1])
     found = re.search(r"at `\$\.?([\w.\[\]]+)`", text)
     where = ".".join(filter(None, [field, found[1] if found else ""])).replace(".[", "[")
+    if value := re.match(r"Invalid enum value (.*?)(?: - at|$)", text):
+        path = re.sub(r"\[.*?\]", "", found[1]).removeprefix(".") if found else ""
+        known = ", ".join(map(repr, choices(kind, path)))
+        return wrong(f"{where} {value[1][:100]} is not supported{known and f': it may be {known}'}", where or None)
     if bound := re.match(r"Expected `\w+` (>=|<=) (-?\d+)", text):
         return wrong(f"{where} must be at {'least' if bound[1] == '>=' else 'most'} {bound[2]}", where or None)
     if bound := re.match(r"Expected `str` of length <= (\d+)", text):

@@ -92,7 +92,8 @@ class Prompts:
             return None
         if most > self._longest:
             message = (
-                f"truncate_prompt_tokens must be from -1 to {self._longest}, which is what the model takes, not {most}"
+                f"truncate_prompt_tokens must be from -1 to {self._longest}, which is what the model takes, not {most}. "
+                "Please request a smaller truncation size."
             )
             raise wrong(message, "truncate_prompt_tokens")
         return PromptCut(self._longest if most < 0 else most, side or self._tokenizer.truncation_side)
@@ -214,13 +215,15 @@ def shortened(tokens: tuple[int, ...], cut: PromptCut | None) -> tuple[int, ...]
     return tokens[: cut.most] if cut.side == "right" else tokens[max(0, len(tokens) - cut.most) :]
 
 
-def too_long(longest: int, size: str, name: str) -> ApiError:
-    return wrong(
-        f"the model takes {longest} tokens, and {size} are more: shorten it",
-        name,
-        "context_length_exceeded",
-        "too_long",
-    )
+def too_long(longest: int, size: str, name: str, how: str = "") -> ApiError:
+    """Return the error for what is longer than the model takes, in words by which clients know that: litellm goes to a model that takes more.
+
+    >>> str(too_long(512, "600 tokens", "prompt"))
+    "this model's maximum context length is 512 tokens, and this would be 600 tokens. Please reduce the length of the input prompt"
+    """
+    told = f"this model's maximum context length is {longest} tokens, and this would be {size}"
+    message = f"{told}. Please reduce the length of the input prompt{how}"
+    return wrong(message, name, "context_length_exceeded", "too_long")
 
 
 @lru_cache(maxsize=256)

@@ -165,9 +165,8 @@ class ServingState(ApiState):
         left = longest - length
         if left < (0 if wanted == 0 else 1) or (wanted or 0) > left:
             size = f"{length} of the prompt and {wanted or 1} more"
-            message = f"the model takes {longest} tokens, and this would be {size}: shorten the prompt, or {name}"
             param = {"max_completion_tokens": "messages", "max_new_tokens": "inputs"}.get(name, "prompt")
-            raise wrong(message, param, "context_length_exceeded", "too_long")
+            raise too_long(longest, size, param, f", or {name}")
         fits = max(1, self.remote.welcome.most_tokens - length)
         return min(fits, default or fits) if wanted is None else wanted
 
@@ -249,7 +248,7 @@ def _check_continuation(before: Continuation, completions: int, longest: int) ->
     if before.tokens and len(before.tokens) != completions:
         raise wrong("continuation has a list of tokens for each choice", "continuation")
     if any(len(tokens) >= longest for tokens in before.tokens):
-        raise too_long(longest, "those of the continuation", "continuation")
+        raise too_long(longest, "more in the continuation", "continuation")
     ended = set(before.ended)
     if len(ended) < len(before.ended) or not all(0 <= choice < completions for choice in ended):
         message = f"continuation: ended names choices, each once, which are numbered from 0 to {completions - 1}"

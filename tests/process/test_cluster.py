@@ -129,7 +129,7 @@ def test_it_answers_as_a_server_does(api: openai.OpenAI, running: Running) -> No
         ({"model": "nobody", "prompt": "a"}, 404, "no model 'nobody': there are 'demo' and adapters"),
         ([], 400, "not a JSON object"),
         ({"prompt": "a"}, 400, "model is missing"),
-        ({"model": "demo", "prompt": [0] * 600}, 400, "the model takes 512 tokens"),
+        ({"model": "demo", "prompt": [0] * 600}, 400, "this model's maximum context length is 512 tokens"),
         ({"model": "demo", "prompt": "a", "n": 99999}, 400, "n must be"),
     ],
 )

@@ -361,7 +361,7 @@ def test_a_role_that_there_is_not_is_refused(api: Api) -> None:
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": [10**6]}, 400, "token 1000000"),
         ({"prompt": [1, "x"]}, 400, "list of tokens"),
-        ({"max_tokens": 10**6}, 400, "shorten the prompt"),
+        ({"max_tokens": 10**6}, 400, "reduce the length of the input prompt"),
         ({"temperature": -1}, 400, "temperature"),
         ({"extra_body": {"speed": 1}}, 400, "speed"),
         ({"extra_body": {"guided_whitespace_pattern": "x"}}, 400, "guided_whitespace_pattern"),

@@ -40,7 +40,7 @@ def test_a_chat_has_what_the_model_and_virtual_tokens_leave(api: Api, model: str
     left = api.engine.longest - LENGTH - virtual
     assert chat(api, model=model) == left
     assert chat(api, model=model, max_tokens=left) == left
-    with pytest.raises(openai.BadRequestError, match="shorten the prompt") as refusal:
+    with pytest.raises(openai.BadRequestError, match="reduce the length of the input prompt") as refusal:
         chat(api, model=model, max_tokens=left + 1)
     assert refusal.value.param == "messages"  # as clients call what the engine has as its prompt
 

@@ -68,7 +68,7 @@ def test_what_the_server_refuses_is_said(page: Browser) -> None:
     page.run("document.getElementById('most').value = '100000'")
     page.run("document.getElementById('prompt').value = 'x'")
     page.run("document.getElementById('go').click()")
-    eventually(lambda: "shorten the prompt" in shown(page, "speed"))
+    eventually(lambda: "reduce the length of the input prompt" in shown(page, "speed"))
     errors = page.errors()  # the browser itself tells of the status
     assert all("400" in error for error in errors)
 

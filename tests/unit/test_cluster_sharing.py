@@ -57,13 +57,15 @@ def front(tmp_path: Path) -> RouterState:
 RUN = f"{new_session_id('gone-server-1')}:train:0"
 
 
-async def told(front: RouterState, name: str, path: str = "/v1/completions", **body: Any) -> tuple[int, str]:
+async def told(
+    front: RouterState, name: str, path: str = "/v1/completions", within_s: float = 0.3, **body: Any
+) -> tuple[int, str]:
     """What is answered within a moment; 0 if the request waits."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://localhost") as http:
         usual = {"prompt": "a"} if path == "/v1/completions" else {}
         post = http.post(path, json={"model": "m", **usual, **body}, headers=KEYS[name])
         try:
-            answer = await asyncio.wait_for(post, 0.3)
+            answer = await asyncio.wait_for(post, within_s)
         except TimeoutError:
             return 0, ""
         return answer.status_code, answer.text
@@ -110,7 +112,7 @@ def test_what_a_run_computes_is_of_all_that_its_key_may_have(
     ],
 )
 def test_what_is_asked_of_a_run_goes_to_its_server(front: RouterState, path: str, body: dict[str, Any]) -> None:
-    status, text = asyncio.run(told(front, "eve", path, **body))
+    status, text = asyncio.run(told(front, "eve", path, 30, **body))
     assert status == 404 and "no model of this cluster trains" in text
 
 
@@ -123,7 +125,7 @@ def test_what_is_asked_of_a_run_goes_to_its_server(front: RouterState, path: str
     ],
 )
 def test_too_many_texts_are_called_so(front: RouterState, path: str, body: dict[str, Any], field: str) -> None:
-    status, text = asyncio.run(told(front, "eve", path, **body))
+    status, text = asyncio.run(told(front, "eve", path, 30, **body))
     error = msgspec.json.decode(text)["error"]
     assert (status, error["param"]) == (400, field)
     assert error["message"] == f"at most 3000 texts, and this would be 3001: send fewer at once in {field}"

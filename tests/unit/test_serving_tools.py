@@ -28,7 +28,7 @@ def chat(**fields: Any) -> ChatBody:
     ("fields", "name", "problem"),
     [
         ({"tool_choice": "auto"}, "tool_choice", "there are none"),
-        ({"tool_choice": "bogus", "tools": TOOLS}, "tool_choice", "Invalid enum value"),
+        ({"tool_choice": "bogus", "tools": TOOLS}, "tool_choice", "'bogus' is not supported: it may be 'none', 'auto'"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS}, "tool_choice", "no tool 'g'"),
         ({"tools": TOOLS * 2}, "tools", "more than once"),
         ({"tools": [{"type": "function"}]}, "tools", "function"),
