@@ -168,12 +168,13 @@ def stand_in() -> None:
 
 
 @functools.cache
-def random_model(width: int) -> str:
+def random_model(width: int) -> tempfile.TemporaryDirectory[str]:
     """Make a checkpoint with the model's tokens, and vectors of so many numbers. Its weights are random."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = Path(tempfile.mkdtemp())
+    made = tempfile.TemporaryDirectory()
+    folder = Path(made.name)
     for file in Path(MODEL).iterdir():
         if file.suffix != ".safetensors":
             (folder / file.name).symlink_to(file)
@@ -183,14 +184,14 @@ def random_model(width: int) -> str:
     (folder / "config.json").unlink()
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return str(folder)
+    return made
 
 
 def checkpoint_of_test() -> str:
     """Return the model for the test that runs."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "")
     widths = [width for file, width in WIDTHS.items() if file in test]
-    return random_model(widths[0]) if widths else MODEL
+    return random_model(widths[0]).name if widths else MODEL
 
 
 class HfRunner:

@@ -191,7 +191,7 @@ class Prompts:
     def _plain(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message as templates expect it: without fields that say nothing, and with its content as one text."""
         if (role := message.get("role")) not in ROLES:
-            raise wrong(f"each message has a role: {', '.join(ROLES)}, and not {str(role)[:100]!r}", "messages")
+            raise wrong(f"role {str(role)[:100]!r} is not supported: it may be {', '.join(ROLES)}", "messages")
         told = {name: value for name, value in message.items() if value is not None and value != []}
         for name in told.keys() - GIVEN:
             if not any(reads(self.template, each) for each in (REASONING if name in REASONING else (name,))):
