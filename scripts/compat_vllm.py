@@ -73,7 +73,7 @@ DIFFERENT = {
     "openai/chat_completion/test_chat_completion.py::test_per_request_metrics": "figures in each answer are a server's option of vLLM's; here /metrics and the log have them",
     "pooling/basic/test_truncation.py::test_bigger_truncation_size": "errors have OpenAI's types, and not vLLM's",
     "pooling/embed/test_online.py::test_params_not_supported": "a value that is not known is told by those that are, and not in pydantic's words",
-    "pooling/embed/test_online.py::test_chat_request": "it counts the tokens of its own model's tokenizer",
+    "pooling/embed/test_online.py::test_chat_request": "it has a chat template of its own, and counts the tokens of its own model's tokenizer",
     "serve/middleware/test_optional_middleware.py::test_no_request_id_header": "each answer tells the id of its request",
     "openai/models/test_models.py": "no path of the server's is shown as the root of an adapter; here that is its name",
     "serve/lora/test_lora_adapters.py::test_static_lora_lineage": "no path of the server's is shown as the root of an adapter; here that is its name",
