@@ -1,6 +1,6 @@
 """Jobs of compat_tinker.py that Tinker's cookbook has no command for: they run in the environment of the SDK, where nothing of Symbiosis is.
 
-python _tinker_jobs.py JOB MODEL FOLDER [TEACHER]
+python _tinker_jobs.py JOB MODEL FOLDER [TEACHER, or what the run begins with]
 """
 
 import asyncio
@@ -101,6 +101,35 @@ def on_policy(model: str, folder: str, teacher: str) -> None:
     asyncio.run(on.main(config))
 
 
+def small_sums(model: str, folder: str, beginner: str) -> None:
+    """The cookbook's arithmetic with numbers of one digit, of which so small a model solves many from the start."""
+    from functools import partial
+
+    import chz
+    from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDataset, ArithmeticEnv
+    from tinker_cookbook.rl import train
+    from tinker_cookbook.rl.problem_env import ProblemGroupBuilder
+    from tinker_cookbook.rl.types import RLDatasetBuilder
+
+    class SmallSums(ArithmeticDataset):
+        def _make_env_group_builder(self, rng: Any) -> ProblemGroupBuilder:
+            prefix = ArithmeticEnv.standard_fewshot_prefix()
+            env = partial(ArithmeticEnv, *map(int, rng.randint(0, 10, 2)), convo_prefix=prefix, renderer=self.renderer)
+            return ProblemGroupBuilder(env_thunk=env, num_envs=self.group_size)
+
+    @chz.chz
+    class Problems(RLDatasetBuilder):
+        async def __call__(self) -> Any:
+            return SmallSums(4, get_renderer(RENDERER, tokenizer=get_tokenizer(model)), 8), None
+
+    config = train.Config(
+        learning_rate=5e-4, dataset_builder=Problems(), model_name=model, recipe_name="small_sums", renderer_name=RENDERER, lora_rank=8,
+        max_tokens=8, load_checkpoint_path=beginner, save_every=0, eval_every=0, max_steps=10, log_path=folder,
+        loss_fn="importance_sampling",
+    )  # fmt: skip
+    asyncio.run(train.main(config))
+
+
 def custom(model: str, folder: str) -> None:
     """A loss of the program's own, and the same one by name: their gradients move the adapter alike."""
     import torch
@@ -137,4 +166,6 @@ def custom(model: str, folder: str) -> None:
 
 if __name__ == "__main__":
     job, *words = sys.argv[1:]
-    {"dpo": dpo, "off_policy": off_policy, "on_policy": on_policy, "custom": custom}[job](*words)
+    {"dpo": dpo, "off_policy": off_policy, "on_policy": on_policy, "small_sums": small_sums, "custom": custom}[job](
+        *words
+    )

