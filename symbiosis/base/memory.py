@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,12 @@ def free_memory(root: Path = ROOT) -> int:
 def whole_memory(root: Path = ROOT) -> int:
     """Return how many bytes all that runs here could have together."""
     return min(meminfo(root)["MemTotal"], cgroups.memory(root)[0])
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process."""
+    with Path("/proc/self/statm").open() as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def meminfo(root: Path = ROOT) -> dict[str, int]:

@@ -3,14 +3,14 @@
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
+from symbiosis.base.memory import rss_bytes
 from symbiosis.base.procs import follow_parent
-from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.demo.processes import START
-from symbiosis.executor.observe.latest_figures import rss_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class EventOutput:
@@ -31,7 +31,9 @@ class EventOutput:
         follow_parent()
 
 
-def base_bytes(model: nn.Module) -> int:
+def base_bytes(model: "nn.Module") -> int:
     """Return the memory that tensors of the base model take in this process, that is those that the executor does not serve."""
+    from symbiosis.client.weights.remote_weight import RemoteWeight
+
     own = [p for name, p in model.named_parameters() if not isinstance(p, RemoteWeight) and not p.requires_grad]
     return sum(parameter.nbytes for parameter in own)

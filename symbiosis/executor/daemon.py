@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from symbiosis.base.logs import set_up_logging
-from symbiosis.base.memory import free_memory, look_at_what_is_new
+from symbiosis.base.memory import free_memory, look_at_what_is_new, rss_bytes
 from symbiosis.base.procs import when_told_to_end, while_needed
 from symbiosis.executor import mps
 from symbiosis.executor.gpu.headroom import headroom_bytes
@@ -23,7 +23,6 @@ from symbiosis.executor.loop import ExecutorLoop
 from symbiosis.executor.model.checkpoint import path_of, weight_files
 from symbiosis.executor.model.load import load_model, structure
 from symbiosis.executor.model.store import Store, check_patterns
-from symbiosis.executor.observe.latest_figures import rss_bytes
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.observe.prometheus import PrometheusCollector

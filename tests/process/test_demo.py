@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
+from symbiosis.base import procs
 from symbiosis.cli.top import snapshot
 from symbiosis.client.session import Session
 from symbiosis.demo.compare import Comparison, Result, hold_against, same_bits
@@ -22,10 +23,10 @@ from symbiosis.demo.processes import Participant, ProcessError, clients, executo
 from symbiosis.demo.programs import TRAINER, DemoResults, report
 from symbiosis.demo.trainer import BATCH, HELD_OUT, LENGTH, examples
 from symbiosis.executor.model.load import DEMO_MODEL, load_model
-from tests.forked import Symbiosis
+from tests.forked import Symbiosis, Template
 from tests.processes import Process, Program, killed_at_the_end, run, until
 
-STEPS, TOKENS = 10, 24
+STEPS, TOKENS = 6, 12
 
 
 @pytest.fixture
@@ -159,6 +160,7 @@ def test_what_it_has_started_ends_when_it_is_killed(tmp_path: Path, processes: l
 
 
 def runs_until_it_is_killed(folder: Path) -> None:
+    procs.Popen = Template().popen  # type: ignore[assignment, misc]
     waiting = "from symbiosis.demo.events import EventOutput; EventOutput().wait_for_start()"
     with (
         executor(folder, "demo", "--listen", f"local://{folder}/x") as daemon,

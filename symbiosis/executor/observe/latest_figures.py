@@ -1,14 +1,13 @@
 """Takes snapshots of the executor's figures, for `symbiosis top` and for Prometheus."""
 
-import resource
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from time import monotonic
 
 import msgspec
 
 from symbiosis.base.logs import unwritten
+from symbiosis.base.memory import rss_bytes
 from symbiosis.executor.accounts import RateLimit, ServedSession
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.observe.snapshot import LayerFigures, SessionFigures, Snapshot, Usage
@@ -75,9 +74,3 @@ class LatestFigures:
             self._fresh.take(1)
             self._raw = msgspec.msgpack.encode(self._snapshot())
         return self._raw
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process."""
-    with Path("/proc/self/statm").open() as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
