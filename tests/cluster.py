@@ -55,13 +55,15 @@ class Running:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path, text: str, forked: bool = False) -> Iterator[Running]:
+def cluster(folder: Path, text: str, forked: bool = False, forked_http: bool = True) -> Iterator[Running]:
     """Run `symbiosis cluster up` on a file with this text. Its processes import what they need, as a user's do, unless they are `forked` from
     one that has."""
     file = folder / "test.yaml"
     file.write_text(text)
     process = (
-        Symbiosis("cluster", "up", str(file), before=BEFORE, errors=folder / "stderr") if forked else started(file)
+        Symbiosis("cluster", "up", str(file), before=BEFORE, errors=folder / "stderr", forked_http=forked_http)
+        if forked
+        else started(file)
     )
     try:
         assert process.stdout
@@ -75,11 +77,11 @@ def cluster(folder: Path, text: str, forked: bool = False) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def cluster_at(folder: Path, text: str, forked: bool = False) -> Iterator[Running]:
+def cluster_at(folder: Path, text: str, forked: bool = False, forked_http: bool = True) -> Iterator[Running]:
     """Run a cluster with its files in this folder. Its sockets are where this process, too, finds them, and where a socket's path is not too long."""
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as sockets:
         patched.setenv("XDG_RUNTIME_DIR", sockets)
-        with cluster(folder, text, forked) as found:
+        with cluster(folder, text, forked, forked_http) as found:
             yield found
 
 

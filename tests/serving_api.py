@@ -15,8 +15,10 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
 import symbiosis
+from symbiosis.base import procs
 from symbiosis.cluster.controller.local_process import descendants
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.executor.observe.process_figures import command_of
@@ -24,6 +26,7 @@ from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions
 from symbiosis.server.ipc.engine_server import EngineServer
 from symbiosis.server.launch.serve_processes import RestartingChild, http_words
 from symbiosis.serving import Engine
+from tests import light
 from tests.forked import Symbiosis
 
 WAIT_S = 60.0
@@ -82,15 +85,19 @@ class Api:
 
 
 @contextlib.contextmanager
-def http_process(engine: Engine, training: Any = None, **options: Any) -> Iterator[Api]:
-    """HTTP for an engine of this process, and for a training service beside it."""
+def http_process(engine: Engine, training: Any = None, forked: bool = True, **options: Any) -> Iterator[Api]:
+    """HTTP for an engine of this process, and for a training service beside it. It is forked from a process that has imported what it needs,
+    unless it is to be as a user's."""
     options.setdefault("trains", training is not None)
     options.setdefault("model", "demo")
     options.setdefault("folder", str(DEMO_MODEL))
     ours, theirs = socket.socketpair()
     http = RestartingChild("the HTTP process")
+    light.begin()
+    popen = light.popen if forked else procs.Popen
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        with theirs:
+        with theirs, pytest.MonkeyPatch.context() as patched:
+            patched.setattr(procs, "Popen", popen)
             http.start(http_words(listener, theirs, FrontOptions(**options)), (listener.fileno(), theirs.fileno()))
         welcome = EngineReady(
             model=options["model"], longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
@@ -128,9 +135,11 @@ class Command:
     """`symbiosis serve demo ...`, with its three processes. `before` is run by the first one. They import what they need, as a user's do, unless
     they are `forked` from one that has."""
 
-    def __init__(self, *arguments: str, before: str = "", forked: bool = False) -> None:
+    def __init__(self, *arguments: str, before: str = "", forked: bool = False, forked_http: bool = True) -> None:
         words = ("serve", "demo", "--port", "0", "--memory", "33554432", *arguments)
-        self.process = Symbiosis(*words, before=before) if forked else started(*words, before=before)
+        self.process = (
+            Symbiosis(*words, before=before, forked_http=forked_http) if forked else started(*words, before=before)
+        )
         self.errors: list[str] = []
         assert self.process.stdout and self.process.stderr
         self._reader = threading.Thread(target=self.errors.extend, args=(self.process.stderr,), daemon=True)

@@ -51,7 +51,7 @@ def engine(endpoint: str, folder: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def api(engine: Engine, folder: Path) -> Iterator[Api]:
-    with http_process(engine, adapters=str(folder), max_body_bytes=1 << 20) as api:
+    with http_process(engine, forked=False, adapters=str(folder), max_body_bytes=1 << 20) as api:
         yield api
 
 

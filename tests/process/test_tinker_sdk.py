@@ -117,7 +117,7 @@ print("done", flush=True)
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Command]:
-    command = Command("--train", "--checkpoints", str(tmp_path / "checkpoints"), forked=True)
+    command = Command("--train", "--checkpoints", str(tmp_path / "checkpoints"), forked=True, forked_http=False)
     try:
         yield command
     finally:
