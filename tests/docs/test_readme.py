@@ -3,8 +3,6 @@
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from typer.testing import CliRunner
 
 import symbiosis
 from symbiosis.cli.main import BENCHMARKS, app, executor_app
+from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
 README = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/usage.md"))
@@ -121,6 +120,6 @@ def test_commands_say_what_they_take(name: str | None) -> None:
 
 @pytest.mark.parametrize("name", ["version", "doctor"])
 def test_quick_commands_run(name: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "symbiosis", name], capture_output=True, text=True, timeout=100)
+    done = run(name)
     assert done.returncode in ((0, 1) if name == "doctor" else (0,)), done.stderr
     assert symbiosis.__version__ in done.stdout and "Traceback" not in done.stderr

@@ -87,7 +87,7 @@ def running(model: Path, tmp_path: Path) -> Iterator[Running]:
 
 
 def test_a_model_has_one_base_until_it_is_rolled(running: Running, model: Path, tmp_path: Path) -> None:
-    old = alone(model, 400)
+    old = alone(model, 250)
     overwrite(model)
     new = alone(model, 30)
     assert new != old[: len(new)]
@@ -110,7 +110,7 @@ def test_a_model_has_one_base_until_it_is_rolled(running: Running, model: Path, 
     found: list[str] = ["", "", ""]
 
     def read(number: int) -> None:
-        for event in ask(running.url, 400, stream=True):
+        for event in ask(running.url, 250, stream=True):
             found[number] += event.choices[0].text
 
     reading = [threading.Thread(target=read, args=[number]) for number in range(len(found))]

@@ -20,7 +20,7 @@ models:
     executor: {share-weights: false, batch-invariant: true}
     server: {memory: 64MiB, max-batch: 4}
 """
-LONG: dict[str, Any] = {"model": "demo", "prompt": "def average(numbers):", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}  # fmt: skip
+LONG: dict[str, Any] = {"model": "demo", "prompt": "def average(numbers):", "max_tokens": 120, "temperature": 0, "extra_body": {"ignore_eos": True}}  # fmt: skip
 STREAMS = 10  # more than both servers run at once
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 

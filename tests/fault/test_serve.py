@@ -79,13 +79,15 @@ def test_a_reader_that_reads_nothing_holds_nobody(api: Api) -> None:
     body = {
         "model": "demo",
         "prompt": PROMPT,
-        "max_tokens": 400,
+        "max_tokens": 150,
         "n": 16,
         "logprobs": 20,
         "stream": True,
         "ignore_eos": True,
     }
-    with raw(api, posted(body)):
+    with raw(api, "") as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the kernel does not take it all
+        connection.sendall(posted(body).encode())
         eventually(lambda: api.running)
         assert api.client.completions.create(**SHORT).usage.completion_tokens == 8
         eventually(lambda: not api.running)  # it is computed, and waits to be read
@@ -252,7 +254,7 @@ serve_processes.http_words = http_words
 @pytest.fixture
 def own(folders: Path) -> Iterator[Command]:
     """A server that a test may end, whose processes take one another for hung after six seconds."""
-    command = Command(before=IMPATIENT, forked=True)
+    command = Command(before=IMPATIENT, forked=True, forked_http=False)
     yield command
     command.close()
 

@@ -18,15 +18,10 @@ from symbiosis.cli import doctor
 from symbiosis.executor import mps
 from tests.processes import run
 
-DOCTOR = [sys.executable, "-c", "from symbiosis.cli.main import main; main()", "doctor"]
-
 
 def diagnose(*arguments: str, **environment: str) -> tuple[int, dict[str, str]]:
     """Exit status and the lines by the name of their check."""
-    return diagnosis(run("doctor", *arguments, **environment))
-
-
-def diagnosis(result: subprocess.CompletedProcess) -> tuple[int, dict[str, str]]:
+    result = run("doctor", *arguments, **environment)
     assert "Traceback" not in result.stderr, result.stderr
     lines = dict(
         re.match(r"(?:ok|warn|FAIL) +(.*?)  ", line).group(1, 0)[:1] + (line,) for line in result.stdout.splitlines()
@@ -36,9 +31,7 @@ def diagnosis(result: subprocess.CompletedProcess) -> tuple[int, dict[str, str]]
 
 def test_a_healthy_executor(llama: nn.Module, serve: Callable, tmp_path: Path) -> None:
     executor = serve(llama, listen=[f"local://{tmp_path}/executor.sock"])
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*DOCTOR, executor.endpoint], capture_output=True, text=True, timeout=100, env=one_thread)
-    status, lines = diagnosis(done)
+    status, lines = diagnose(executor.endpoint, OMP_NUM_THREADS="1")
     assert status == 0
     assert "serves LlamaForCausalLM, 14 layers" in lines["executor"]
     assert float(re.search(r"([\d.]+) us", lines["round trip"]).group(1)) > 0  # type: ignore[union-attr]

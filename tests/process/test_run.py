@@ -243,6 +243,7 @@ def test_an_engine_of_its_own_is_told_of_ours(engine: str, tmp_path: Path) -> No
     assert done.returncode == 1 and done.stdout.startswith("would not share: Qwen3-8B is not shared: ")
 
 
+@pytest.mark.full
 def test_a_program_goes_on_when_its_executor_comes_back(checkpoint: Path, tmp_path: Path) -> None:
     code = LOAD.replace("for name in sys.argv[1:]:", "model =").replace("(name)", "(sys.argv[1])")
     code += (

@@ -87,14 +87,15 @@ def text_of(told: list[Event]) -> dict[int, Any]:
     return found
 
 
-def check(api: Api, path: str, body: dict[str, Any], choices: int) -> None:
-    """Break it off before, within and at the end."""
+def check(api: Api, path: str, body: dict[str, Any], choices: int, *, everywhere: bool = False) -> None:
+    """Break it off after its first event, within and at the end; or also before and near all of these."""
     start = {"seed": 0, **body, "stream": True}
     whole = events(api, path, continued(start, [], choices))
     wanted = text_of(whole)
     assert len(wanted) == choices and all(mine["finish"] for mine in wanted.values())
     assert {event.data["id"] for event in whole} == {"mine-1"} and whole[0].data["created"] == 12345
-    for cut in {0, 1, 2, len(whole) // 2, len(whole) - 1, len(whole)}:
+    cuts = {1, len(whole) // 2, len(whole)}
+    for cut in cuts | {0, 2, len(whole) - 1} if everywhere else cuts:
         begun = events(api, path, continued(start, [], choices), cut)
         eventually(lambda: not api.running)
         rest = events(api, path, continued(start, begun, choices))
@@ -103,14 +104,15 @@ def check(api: Api, path: str, body: dict[str, Any], choices: int) -> None:
             assert rest[-1].data["usage"]["completion_tokens"] == whole[-1].data["usage"]["completion_tokens"]
 
 
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in MORE else ()) for name in REQUESTS]
 )
-def test_a_completion_goes_on(api: Api, name: str) -> None:
+def test_a_completion_goes_on(api: Api, name: str, everywhere: bool) -> None:
     if name == "schema":
         pytest.importorskip("llguidance")
     body = {"model": "demo", "prompt": "def average(numbers):", "max_tokens": 24, **REQUESTS[name]}
-    check(api, "completions", body, 4 if name == "several" else 1)
+    check(api, "completions", body, 4 if name == "several" else 1, everywhere=everywhere)
 
 
 def test_a_chat_goes_on_and_begins_once(api: Api) -> None:

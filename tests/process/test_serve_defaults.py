@@ -14,8 +14,7 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from tests.serving_api import Api, http_process
 
-MESSAGES: Any = [{"role": "user", "content": "def average(numbers):"}]
-LENGTH, VIRTUAL, BIG = len("def average(numbers):"), 5, 1 << 25
+LEFT, VIRTUAL, BIG = 40, 5, 1 << 25  # so few tokens are left after a prompt that all of them are soon made
 
 
 def demo() -> nn.Module:
@@ -30,18 +29,20 @@ def api() -> Iterator[Api]:
         yield api
 
 
-def chat(api: Api, **fields: Any) -> Any:
-    how = {"model": "demo", "messages": MESSAGES, "extra_body": {"ignore_eos": True}, **fields}
+def chat(api: Api, length: int, **fields: Any) -> Any:
+    """How many tokens were made after a prompt of so many."""
+    messages = [{"role": "user", "content": "x" * length}]
+    how = {"model": "demo", "messages": messages, "extra_body": {"ignore_eos": True}, **fields}
     return api.client.chat.completions.create(**how).usage.completion_tokens
 
 
 @pytest.mark.parametrize(("model", "virtual"), [("demo", 0), ("soft", VIRTUAL)])
 def test_a_chat_has_what_the_model_and_virtual_tokens_leave(api: Api, model: str, virtual: int) -> None:
-    left = api.engine.longest - LENGTH - virtual
-    assert chat(api, model=model) == left
-    assert chat(api, model=model, max_tokens=left) == left
-    with pytest.raises(openai.BadRequestError, match="reduce the length of the input prompt") as refusal:
-        chat(api, model=model, max_tokens=left + 1)
+    length = api.engine.longest - virtual - LEFT
+    assert chat(api, length, model=model) == LEFT
+    assert chat(api, length, model=model, max_tokens=LEFT) == LEFT
+    with pytest.raises(openai.BadRequestError, match="(reduce the length of the input|shorten the) prompt") as refusal:
+        chat(api, length, model=model, max_tokens=LEFT + 1)
     assert refusal.value.param == "messages"  # as clients call what the engine has as its prompt
 
 
@@ -53,14 +54,15 @@ def test_a_completion_has_what_is_left_if_that_is_less_than_the_default(api: Api
 
 def test_a_chat_has_what_the_memory_holds() -> None:
     with Engine(demo(), DEMO_MODEL, memory=1 << 20) as engine, http_process(engine) as api:
-        assert LENGTH < engine.most_tokens < engine.longest
-        assert chat(api) == engine.most_tokens - LENGTH
+        assert LEFT < engine.most_tokens < engine.longest
+        length = engine.most_tokens - LEFT
+        assert chat(api, length) == LEFT
         with pytest.raises(openai.BadRequestError, match="give the server more memory") as refusal:
-            chat(api, max_tokens=engine.most_tokens - LENGTH + 1)
+            chat(api, length, max_tokens=LEFT + 1)
         assert refusal.value.param == "messages" and str(refusal.value.body).count("prompt") == 0
 
 
 def test_a_chat_with_a_model_that_has_no_longest_text() -> None:
     bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=258, hidden_size=32, n_layer=2, n_head=4)).eval()
     with Engine(bloom, DEMO_MODEL, memory=1 << 20) as engine, http_process(engine) as api:
-        assert chat(api) == engine.most_tokens - LENGTH
+        assert chat(api, engine.most_tokens - LEFT) == LEFT

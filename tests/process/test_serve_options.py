@@ -22,7 +22,7 @@ from tests.serving_api import WAIT_S, Command, client, eventually, web
 
 ADAPTERS = DEMO_MODEL / "adapters"
 PROMPT = "def average(numbers):"
-MANY = 20
+MANY = 12
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_prompts_come_in_pieces_of_so_many_tokens(command: Command) -> None:
 def test_the_key_that_has_got_the_fewest_tokens_is_next(command: Command) -> None:
     with ThreadPoolExecutor(MANY) as pool:
         many = [
-            pool.submit(complete, command, "many", max_tokens=100, extra_body={"ignore_eos": True}) for _ in range(MANY)
+            pool.submit(complete, command, "many", max_tokens=60, extra_body={"ignore_eos": True}) for _ in range(MANY)
         ]
         eventually(lambda: metric(command, "num_requests_waiting") > MANY // 2)
         complete(command, "few", max_tokens=2)
@@ -126,6 +126,7 @@ def test_an_executor_that_does_not_come_up(tmp_path: Path) -> None:
     assert done.returncode == 2 and "(wait=, --wait-s waits for longer)" in done.stderr
 
 
+@pytest.mark.full
 def test_an_executor_that_does_not_come_up_for_whom_the_environment_decides(tmp_path: Path) -> None:
     """It is read when the process starts."""
     never = f"local://{tmp_path}/never.sock"

@@ -164,7 +164,10 @@ def test_requests_go_on_when_a_rank_is_lost(
 
 def test_a_server_over_two_ranks() -> None:
     """The command, over HTTP."""
-    with closing(Command("--devices", "cpu", "--ranks", "2")) as server, closing(Command()) as single:
+    with (
+        closing(Command("--devices", "cpu", "--ranks", "2", forked=True)) as server,
+        closing(Command(forked=True)) as single,
+    ):
         body: dict[str, Any] = {"prompt": PROMPT.decode(), "max_tokens": 16, "temperature": 0}
         for model in ("demo", "python"):
             texts = [

@@ -45,7 +45,7 @@ ECHO = Call(Op.ECHO, 0, "float32", (2, 8))
 FORWARD = Call(Op.FORWARD, 1, "float32", (1, WIDTH))
 only_local = pytest.mark.parametrize("scheme", ["local"])
 by_the_thousand = pytest.mark.parametrize(
-    "times", [10_000, pytest.param(100_000, marks=(pytest.mark.soak, pytest.mark.timeout(1800)))]
+    "times", [3_000, pytest.param(100_000, marks=(pytest.mark.soak, pytest.mark.timeout(1800)))]
 )
 
 
