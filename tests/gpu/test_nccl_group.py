@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+pytest.importorskip("triton")
 from symbiosis.serving.tensor_parallel.nccl_group import NcclGroup, meeting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+pytest.importorskip("triton")
 from symbiosis.kernels.gpu.rank_exchange import (
     BLOCKS,
     BLOCKS_OF_MANY,
