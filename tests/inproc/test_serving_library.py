@@ -114,7 +114,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (cut_off, "cut off"),
     "not JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "is not JSON"),
     "of something else": (lambda f: (f / "adapter_config.json").write_text("[1]"), "has no peft_type"),
-    "of an unknown kind": (config(peft_type="MAGIC"), "^adapter 'mine': PEFT does not take it: KeyError"),
+    "of an unknown kind": (config(peft_type="MAGIC"), "^adapter 'mine': MAGIC cannot be served: PEFT .* has no such kind"),
     "linked": (linked, "a link to a file outside of its folder"),
     "not a number": (tensors(lambda t: t[Q + "lora_A.weight"].fill_(torch.nan)), "infinite or not numbers"),
     "half": (tensors(lambda t: t.pop(Q + "lora_A.weight")), "only one of lora_A and lora_B"),

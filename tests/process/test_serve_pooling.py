@@ -135,8 +135,8 @@ def test_documents_are_ranked(api: Api, path: str) -> None:
     [
         ("/v1/embeddings", {}, "input", "input or messages"),
         ("/v1/embeddings", {"input": []}, "input", "input is empty"),
-        ("/v1/embeddings", {"input": "x" * 2000}, "input", "shorten"),
-        ("/v1/embeddings", {"input": "x" * 600}, "input", "shorten"),
+        ("/v1/embeddings", {"input": "x" * 2000}, "input", "reduce the length"),
+        ("/v1/embeddings", {"input": "x" * 600}, "input", "reduce the length"),
         ("/v1/embeddings", {"input": [1, -5]}, "input", "token -5"),
         ("/v1/embeddings", {"input": "x", "dimensions": 64}, "dimensions", "must be 192"),
         ("/v1/embeddings", {"input": "x", "encoding_format": "bytes"}, "encoding_format", "bytes"),

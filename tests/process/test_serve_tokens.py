@@ -43,7 +43,7 @@ def test_texts_and_chats_are_tokenized_and_back(api: Api) -> None:
     [
         ("/tokenize", {}, "a prompt or messages"),
         ("/tokenize", {"prompt": "x", "messages": CHAT}, "a prompt or messages"),
-        ("/tokenize", {"prompt": "x" * 10_000}, "shorten"),
+        ("/tokenize", {"prompt": "x" * 10_000}, "reduce the length"),
         ("/tokenize", {"prompt": "x", "speed": 1}, "speed"),
         ("/tokenize", {"messages": [{"role": "robot"}]}, "robot"),
         ("/tokenize", {"messages": []}, "empty"),

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from symbiosis.base.fair_share import FairShare, Lease
-from symbiosis.cluster.router.forward import TAIL
+from symbiosis.cluster.router.forward import TAIL, AnswerEnd
 from symbiosis.cluster.router.response_requests import tokens_used
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.generation import Choice, Delta, Generation
@@ -229,11 +229,11 @@ def test_a_response_ends_with_its_usage(streams: bool) -> None:
 
     asyncio.run(asyncio.wait_for(run(), 60))
     answer = b"".join(sent)
-    assert kept[0]["user"] == body.user and tokens_used(answer[-TAIL:], 99) == 5
+    assert kept[0]["user"] == body.user and tokens_used(AnswerEnd(answer[-TAIL:]), 99) == 5
     if streams:
         *events, end = answer.split(b"\n\n")
         assert not end and all(event.startswith(b"event: response.") for event in events)
-        assert all(tokens_used(event + b"\n\n", 99) == 99 for event in events[:-1])
+        assert all(tokens_used(AnswerEnd(event + b"\n\n"), 99) == 99 for event in events[:-1])
 
 
 async def _stopped() -> Remote:
