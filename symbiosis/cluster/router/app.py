@@ -19,7 +19,7 @@ from symbiosis.cluster.router.pooling_requests import PoolingFields
 from symbiosis.cluster.router.response_requests import ResponseFields
 from symbiosis.cluster.router.router_state import RouterState, passed_on
 from symbiosis.cluster.router.scrape_targets import METRICS, metrics_of, targets
-from symbiosis.cluster.router.server_registry import answer_of
+from symbiosis.cluster.router.server_registry import Seen, answer_of
 from symbiosis.cluster.router.training_requests import HEARTBEAT, ids_of, of_other_base, server_of
 from symbiosis.cluster.router.upstream import Lost
 from symbiosis.executor.observe.process_figures import process_figures
@@ -88,45 +88,49 @@ def make_app(front: RouterState) -> ASGIApp:
     return Api(front, table)
 
 
-async def completion(front: RouterState, request: Request) -> ASGIApp:
+async def _asked_text(front: RouterState, request: Request) -> tuple[Tenant, bytes]:
+    """Return who asks for texts, and the body, if there is room for one more."""
     tenant = front.tenant(request)
     tenant.check(1, front.keys.clock())
     front.check_room(tenant, 1)
-    data, is_chat = await front.bodies.read(request, MOST_BYTES), request.url.path.endswith("/chat/completions")
+    return tenant, await front.bodies.read(request, MOST_BYTES)
+
+
+def _server_of_run(front: RouterState, model: str | None) -> Seen | None:
+    """Return the server that has the run of this name, None if it is no name of a run."""
+    if model is None or not training_requests.names_a_run(model):
+        return None
+    front.view.look()
+    return server_of(front.view, mark_in(model))
+
+
+async def completion(front: RouterState, request: Request) -> ASGIApp:
+    tenant, data = await _asked_text(front, request)
+    is_chat = request.url.path.endswith("/chat/completions")
     front.view.unread += 1
     try:
         asked = await front.made(request, tenant, len(data), 1, lambda: CompletionFields(data, is_chat))
     finally:
         front.view.unread -= 1
-    if training_requests.names_a_run(asked.model):
-        front.view.look()
-        seen = server_of(front.view, mark_in(asked.model))
+    if seen := _server_of_run(front, asked.model):
         return front.compute_at(request, tenant, seen, data, asked.sequences)
     return front.relay(request, tenant, asked)
 
 
 async def responses(front: RouterState, request: Request) -> ASGIApp:
-    tenant = front.tenant(request)
-    tenant.check(1, front.keys.clock())
-    front.check_room(tenant, 1)
-    data = await front.bodies.read(request, MOST_BYTES)
+    tenant, data = await _asked_text(front, request)
     asked = await front.made(request, tenant, len(data), 1, lambda: decoded(ResponseFields, data))
-    if training_requests.names_a_run(asked.model):
-        front.view.look()
-        return front.compute_at(request, tenant, server_of(front.view, mark_in(asked.model)), data, 1)
+    if seen := _server_of_run(front, asked.model):
+        return front.compute_at(request, tenant, seen, data, 1)
     return front.respond(request, tenant, asked, data)
 
 
 async def generated(front: RouterState, request: Request) -> ASGIApp:
     """Answer `/generate` of text-generation-inference and LoRAX."""
-    tenant = front.tenant(request)
-    tenant.check(1, front.keys.clock())
-    front.check_room(tenant, 1)
-    data = await front.bodies.read(request, MOST_BYTES)
+    tenant, data = await _asked_text(front, request)
     asked = await front.made(request, tenant, len(data), 1, lambda: GenerateFields(data))
-    if training_requests.names_a_run(asked.model or ""):
-        front.view.look()
-        return front.compute_at(request, tenant, server_of(front.view, mark_in(asked.model or "")), data, 1)
+    if seen := _server_of_run(front, asked.model):
+        return front.compute_at(request, tenant, seen, data, 1)
     return front.generate(request, tenant, asked, data)
 
 
@@ -141,14 +145,9 @@ async def one_response(front: RouterState, request: Request) -> ASGIApp:
 
 async def pooled(front: RouterState, request: Request) -> ASGIApp:
     """Tell vectors, classes or scores of texts."""
-    tenant = front.tenant(request)
-    tenant.check(1, front.keys.clock())
-    front.check_room(tenant, 1)
-    data = await front.bodies.read(request, MOST_BYTES)
+    tenant, data = await _asked_text(front, request)
     asked = await front.made(request, tenant, len(data), 1, lambda: PoolingFields(data))
-    if asked.model is not None and training_requests.names_a_run(asked.model):
-        front.view.look()
-        seen = server_of(front.view, mark_in(asked.model))
+    if seen := _server_of_run(front, asked.model):
         return front.compute_at(request, tenant, seen, data, asked.texts, asked.field)
     return front.pool(request, tenant, asked, data)
 

@@ -11,9 +11,8 @@ from symbiosis.server.openai_protocol import Tokens
 
 # at the very end of an answer, or of the event with it: all else that looks so may be of a client
 TOTAL = re.compile(rb'"total_tokens":(\d+)(?:,"prompt_tokens_details":\{"cached_tokens":\d+\})?\}\}(?:\}\n\n)?\Z')
-OF_GENERATE = re.compile(
-    rb'"prompt_tokens":(\d+),"generated_tokens":(\d+),"seed":(?:null|\d+)\}\}\n\n\Z'
-)  # of its streams
+# of streams of /generate
+OF_GENERATE = re.compile(rb'"prompt_tokens":(\d+),"generated_tokens":(\d+),"seed":(?:null|\d+)\}\}\n\n\Z')
 
 
 class ResponseFields(msgspec.Struct):
