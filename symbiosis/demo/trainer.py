@@ -89,8 +89,8 @@ def main() -> None:
         eval_dataset=held_out,
         callbacks=[symbiosis.SymbiosisCallback(), LossReport(events)],
     )  # fmt: skip
-    events.wait_for_start(base_bytes=base_bytes(model))
-    events.send(held_out_before=trainer.evaluate()["eval_loss"])
+    before = trainer.evaluate()["eval_loss"]
+    events.wait_for_start(base_bytes=base_bytes(model), held_out_before=before)
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
     model.save_pretrained(args.out)
