@@ -39,7 +39,7 @@ class PeerGroup:
         device: torch.device,
         shares_gpu: bool = False,
     ) -> None:
-        self._device, self._is_aborted = device, False
+        self._is_aborted = False
         memory = _memory(memory_of(ranks), device)
         addresses = _addresses(memory, exchange(memory.name if memory is not None else b""), rank)
         reaches_all = all(each.strip(b"\0") for each in exchange(b"yes" if addresses else b""))
