@@ -4,8 +4,8 @@ Run from the repository root:
     python scripts/bench_quantised.py
     python scripts/bench_quantised.py --layers 8 --rows 1 32 64 1024
 
-Each weight is made whole for its product, as the executor does for the rows of all that it joins. Where one kernel multiplies the few rows of several
-programs, it makes the values of int8 and fp8 itself (`in one`).
+Each weight is made whole for its product, as the executor does for many rows, and with --batch-invariant for all. Few rows are multiplied by the codes
+(`by codes`).
 """
 
 import argparse
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from symbiosis.base.reporting import Report, print_table
-from symbiosis.kernels.gpu import few_rows
-from symbiosis.kernels.gpu.gather import IN
-from symbiosis.kernels.packed import PackedWeight, ScaledWeight
+from symbiosis.kernels.gpu import packed_rows
+from symbiosis.kernels.packed import GroupedWeight, PackedWeight
 from symbiosis.kernels.packing import FORMATS, pack
 from symbiosis.kernels.product import product
 
 WIDTH, INNER = 4096, 11008
 SHAPES = [(WIDTH, WIDTH)] * 4 + [(INNER, WIDTH)] * 2 + [(WIDTH, INNER)]
 TIMES = 9
+GROUP = 128
 
 
 def ms_of(run: Callable[[], object]) -> float:
@@ -58,27 +58,17 @@ def forward_packed(rows: dict[int, Tensor], weights: list[PackedWeight]) -> None
         product(rows[weight.shape[1]], weight.whole(torch.bfloat16).t(), None)
 
 
-class InOne:
-    """The products of few rows by one kernel each."""
+def by_codes(rows: dict[int, Tensor], products: list[packed_rows.PackedRows]) -> None:
+    for each in products:
+        each.multiply(rows[each.width], [None])
 
-    def __init__(
-        self, weights: list[PackedWeight], rows: dict[int, Tensor], cut: few_rows.Tiling | None = None
-    ) -> None:
-        self._done, self._turn = (torch.zeros(1, dtype=kind, device="cuda") for kind in (torch.int32, torch.int64))
-        self._results: list[Tensor] = []
-        self._products = []
-        for weight in weights:
-            assert isinstance(weight, ScaledWeight)
-            x = rows[weight.shape[1]]
-            y = x.new_empty(len(x), weight.shape[0])
-            kernel = few_rows.FewRowsKernel([weight.codes.t()], [None], len(x), cut, x.dtype, [weight.scale])
-            words = kernel.page([row.data_ptr() for row in x], [[row.data_ptr() for row in y]])
-            self._products.append((kernel, torch.tensor([0] * IN + words, device="cuda")))
-            self._results.append(y)
 
-    def run(self) -> None:
-        for kernel, page in self._products:
-            kernel.multiply(page, self._turn, 0, self._done)
+def of_4_bits(shape: torch.Size) -> GroupedWeight:
+    """Some weight as GPTQ and AWQ hold it."""
+    N, K = shape
+    codes = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, device="cuda")
+    scale, zero = torch.rand(N, K // GROUP, device="cuda").half() / 100, torch.full((N, K // GROUP), 8, device="cuda")
+    return GroupedWeight((N, K), "gptq", codes, scale, zero.byte(), torch.arange(K, device="cuda") // GROUP)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,7 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
     floats = [torch.randn(shape, device="cuda").bfloat16() * 0.02 for _ in range(args.layers) for shape in SHAPES]
-    packed = {format: [pack(weight, format) for weight in floats] for format in FORMATS}
+    packed: dict[str, list[PackedWeight]] = {format: [pack(weight, format) for weight in floats] for format in FORMATS}
+    packed["int4"] = [of_4_bits(weight.shape) for weight in floats]
     report, table = Report("bench_quantised"), []
     for count in args.rows:
         rows = {width: torch.randn(count, width, device="cuda").bfloat16() for width in (WIDTH, INNER)}
@@ -99,10 +90,13 @@ def main(arguments: list[str] | None = None) -> int:
             found = ms_of(lambda rows=rows, weights=weights: forward_packed(rows, weights))  # type: ignore[misc]
             table.append((format, str(count), f"{plain:.3f}", f"{found:.3f}", f"{found / plain:.2f}"))
             report.figure(f"{format}_{count}_rows_over_bf16", found / plain)
-            if all(few_rows.takes_packed([weight], torch.bfloat16, count) for weight in weights):
-                found = ms_of(InOne(weights, rows).run)
-                table.append((f"{format} in one", str(count), f"{plain:.3f}", f"{found:.3f}", f"{found / plain:.2f}"))
-                report.figure(f"{format}_{count}_rows_in_one_over_bf16", found / plain)
+            products = [
+                found for weight in weights if (found := packed_rows.prepared([weight], [None], torch.bfloat16))
+            ]
+            if products and count <= packed_rows.MOST_ROWS:
+                found = ms_of(lambda rows=rows, products=products: by_codes(rows, products))  # type: ignore[misc]
+                table.append((f"{format} by codes", str(count), f"{plain:.3f}", f"{found:.3f}", f"{found / plain:.2f}"))
+                report.figure(f"{format}_{count}_rows_by_codes_over_bf16", found / plain)
     print_table(("format", "rows", "bf16 ms", "packed ms", "over bf16"), table)
     report.figure("device", torch.cuda.get_device_name())
     return report.finish()

@@ -71,6 +71,7 @@ class Dispatch:
             batcher.took,
             options.max_batch_tokens,
             attempt,
+            options.batch_invariant,
         )
         self.gpu, self.device, self.stream = self.engine.gpu, self.engine.device, self.engine.gpu.stream
         self._gpu_name = device_name(self.device) if self.device.type == "cuda" else ""

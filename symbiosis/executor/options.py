@@ -61,7 +61,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_batch_tokens: Annotated[int, Doc("Maximum rows of one product. Default: 4096.")] = 4096
     batch_invariant: Annotated[bool, Doc(
         "A client's results never depend on who else is served: they are those of the unsplit model, bit for bit. Calls are not joined "
-        "then.")] = False
+        "then, and a GPU makes packed weights whole for all of them.")] = False
     workers: Annotated[int, Doc(
         "How many large products a CPU computes at the same time, each with OMP_NUM_THREADS threads. Joined products of few rows use as "
         "many threads. Default: 1.")] = 1

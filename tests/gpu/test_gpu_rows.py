@@ -48,31 +48,21 @@ def test_copies_and_answers(seed: int) -> None:
         (torch.bfloat16, 1040, (12000, 24000), 9, True),
     ],
 )
-@pytest.mark.parametrize("format", ["", "int8", "fp8"])
 def test_few_rows_are_multiplied_where_they_lie(
-    dtype: torch.dtype, width: int, columns: tuple[int, ...], rows: int, bias: bool, format: str
+    dtype: torch.dtype, width: int, columns: tuple[int, ...], rows: int, bias: bool
 ) -> None:
-    from symbiosis.kernels.gpu.few_rows import FewRowsKernel, takes, takes_packed
+    from symbiosis.kernels.gpu.few_rows import FewRowsKernel, takes
     from symbiosis.kernels.gpu.gather import IN, PLACES
-    from symbiosis.kernels.packing import pack
     from symbiosis.kernels.product import product
 
     torch.manual_seed(0)
     weights = [(torch.randn(n, width, device="cuda") / width**0.5).to(dtype).t() for n in columns]
     biases = [torch.randn(n, device="cuda").to(dtype) if bias else None for n in columns]
-    if format:
-        packed = [pack(weight.t(), format) for weight in weights]
-        assert takes_packed(packed, dtype, rows) and not takes_packed(packed, dtype, 33)
-        assert not takes_packed([packed[0], None], dtype, rows) and not takes_packed(packed, torch.float32, rows)
-        codes, scales = zip(*((weight.codes.t(), weight.scale) for weight in packed), strict=True)  # type: ignore[attr-defined]
-        few = FewRowsKernel(codes, biases, rows, dtype=dtype, scales=scales)
-        weights = [weight.whole(dtype).t() for weight in packed]
-    else:
-        assert takes(weights, rows) and not takes(weights, 33)
-        assert not takes([weights[0].t()], rows) and not takes([weights[0].float()], rows)
-        other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
-        assert not takes([weights[0], weights[0].to(other)], rows) and not takes([weights[0].cpu()], rows)
-        few = FewRowsKernel(weights, biases, rows)
+    assert takes(weights, rows) and not takes(weights, 33)
+    assert not takes([weights[0].t()], rows) and not takes([weights[0].float()], rows)
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    assert not takes([weights[0], weights[0].to(other)], rows) and not takes([weights[0].cpu()], rows)
+    few = FewRowsKernel(weights, biases, rows)
     x = torch.randn(rows, width, device="cuda").to(dtype)
     results = [torch.full((rows + 1, -(-n // 8) * 8), 7.0, device="cuda", dtype=dtype) for n in columns]
     order = torch.randperm(rows).tolist()

@@ -34,14 +34,16 @@ class BatchRunner:
         on_over: Callable[[Hashable, float], None] = lambda *_: None,
         most_rows: int = 0,
         attempt: Attempt = lambda peer, act, *words: act(*words),
+        batch_invariant: bool = False,
     ) -> None:
         """`on_done` is called with every reply, `on_joined` with a batch that the GPU has answered at once, `on_over` with the seconds
-        of a round. `most_rows` bounds a batch. `attempt` does something for a peer, and ends that peer if it fails."""
+        of a round. `most_rows` bounds a batch. `attempt` does something for a peer, and ends that peer if it fails. With `batch_invariant` products
+        are those of the unsplit model, bit for bit."""
         self.attempt, self._on_done, self._on_joined = attempt, on_done, on_joined
         products = products_of(store)
         ops = CellOps(store, products.here)
         self.device = products.device
-        self.gpu = Launcher(products, ops, on_over, most_rows)
+        self.gpu = Launcher(products, ops, on_over, most_rows, batch_invariant)
         self.slices = Slices(products, ops, self.gpu.wait, workers)
         self._not_joined = 0  # products that could not be joined
 

@@ -5,6 +5,7 @@ Shapes: T rows, K what goes in, N what comes out.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,6 +14,10 @@ from symbiosis.executor.model.store import Store
 from symbiosis.kernels.integers import digits, modular_product, product_of_digits
 from symbiosis.kernels.product import product, sum_of_products
 from symbiosis.protocol import WEIGHT_BITS, Call, Op
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+if TYPE_CHECKING:
+    from symbiosis.kernels.gpu.packed_rows import PackedRows
 
 ALIGNED = 64  # bytes
 ONE_PRODUCT = (Op.FORWARD, Op.PRODUCT)  # ops whose reply holds each layer's product; those of DGRAD are added
@@ -24,6 +29,15 @@ class Products:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.device = store.device
+        self._most_by_codes = 0  # rows that are multiplied by packed weights as they lie there
+        self._by_codes: dict[Any, PackedRows | None] = {}
+
+    def read_codes(self) -> None:
+        """From now on, multiply few rows by packed weights on a GPU as they lie there. Sums round in their own way."""
+        from symbiosis.kernels.gpu.packed_rows import MOST_ROWS, load
+
+        load((packed, self.store.weights[number].dtype) for number, packed in self.store.packed.items())
+        self._most_by_codes = MOST_ROWS
 
     def multiply(
         self,
@@ -36,6 +50,8 @@ class Products:
         """Make one product for each layer, so that each rounds as it would alone. Gradients are added, the last layer's first.
         `forward` multiplies the rows of several calls, which need not round as each would alone. `operand` returns the matrices; default:
         the store's."""
+        if operand is None and (by_codes := self._codes_for(call, x)):
+            return by_codes.multiply(x[0], out or [None] * len(call.layers))
         operand = operand or self.store.operand
         matrices = [operand(layer, call.op, call.view, call.dtype) for layer in call.layers]
         multiply: Callable[..., Tensor] = product
@@ -48,6 +64,20 @@ class Products:
         if call.op is not Op.DGRAD:
             raise _unwritten(call)
         return [sum_of_products(list(zip(x, matrices, strict=True)), out[0] if out else None, multiply)]
+
+    def _codes_for(self, call: Call, x: list[Tensor]) -> "PackedRows | None":
+        """Return what multiplies by the codes of packed weights, or None if they are made whole for this call."""
+        if not self._most_by_codes or call.op is not Op.FORWARD or call.view or len(x[0]) > self._most_by_codes:
+            return None
+        key = call.layers, call.bias, call.dtype
+        if key not in self._by_codes:
+            from symbiosis.kernels.gpu.packed_rows import prepared
+
+            are_linear = all(self.store.manifest[layer].kind == "linear" for layer in call.layers)
+            packed = [self.store.packed.get(layer) if are_linear else None for layer in call.layers]
+            biases = self.store.biases_of(call) if call.bias else [None] * len(packed)
+            self._by_codes[key] = prepared(packed, biases, TORCH_DTYPE[call.dtype])
+        return self._by_codes[key]
 
     def prepared(self, call: Call, x: list[Tensor]) -> list[Tensor]:
         """Return the rows as `panels` takes them, so that all panels share what is done with the rows alone."""

@@ -43,10 +43,16 @@ class Launcher:
     """
 
     def __init__(
-        self, products: Products, ops: CellOps, on_over: Callable[[Hashable, float], None], most_rows: int = 0
+        self,
+        products: Products,
+        ops: CellOps,
+        on_over: Callable[[Hashable, float], None],
+        most_rows: int = 0,
+        batch_invariant: bool = False,
     ) -> None:
         """`on_over` is told how long rounds of a key took. Memory is kept for batches of `most_rows` rows."""
         self._products, self._ops, self._on_over, self._most_rows = products, ops, on_over, most_rows
+        self._batch_invariant = batch_invariant
         self._store, self.device = products.store, products.device
         self._gatherer: Gatherer | None = None
         self.rounds: Rounds | None = None
@@ -85,10 +91,20 @@ class Launcher:
             )
             self.shares_time = shares_time(self.device)
             self._has_few_rows = not self.shares_time and _loaded(self._store)
+            if self._store.packed and not self._batch_invariant:
+                self._read_codes()
         if matrices := [weight for weight in self._store.shapes if weight.dim() == 2]:
             self._pace = GpuTiming(matrices, self.device)
         keep_headroom(self._store.shapes, self._most_rows, self.device)
         log(logging.INFO, "the GPU is ready", seconds=round(perf_counter() - begun, 1))
+
+    def _read_codes(self) -> None:
+        try:
+            self._products.read_codes()
+        except Exception as error:  # whatever it is: there is another way
+            log(
+                logging.WARNING, "a kernel does not run here: few rows by packed weights are slower", error=f"{type(error).__name__} {error}"
+            )  # fmt: skip
 
     @property
     def join_below(self) -> int:
@@ -169,18 +185,14 @@ class Launcher:
         return self._few[key]
 
     def _made_few_rows(self, call: Call, rows: int) -> "FewRowsKernel | None":
-        from symbiosis.kernels.gpu.few_rows import FewRowsKernel, takes, takes_packed
+        from symbiosis.kernels.gpu.few_rows import FewRowsKernel, takes
 
-        dtype, biases = TORCH_DTYPE[call.dtype], self._store.biases_of(call)
+        if any(layer in self._store.packed for layer in call.layers):
+            return None
         matrices = [self._store.matrix(layer, call.op, call.view) for layer in call.layers]
-        packed = [self._store.packed.get(layer) for layer in call.layers]
-        if any(weight is not None for weight in packed):
-            is_whole = call.view is None and all(self._store.manifest[layer].kind == "linear" for layer in call.layers)
-            if not is_whole or not takes_packed(packed, dtype, rows):
-                return None
-            codes, scales = [weight.codes.t() for weight in packed], [weight.scale for weight in packed]  # type: ignore[union-attr]
-            return FewRowsKernel(codes, biases, rows, dtype=dtype, scales=scales)
-        return FewRowsKernel(matrices, biases, rows) if matrices[0].dtype == dtype and takes(matrices, rows) else None
+        if matrices[0].dtype != TORCH_DTYPE[call.dtype] or not takes(matrices, rows):
+            return None
+        return FewRowsKernel(matrices, self._store.biases_of(call), rows)
 
     # ------------------------------------------------------------------ one alone
 
@@ -310,10 +322,7 @@ def _loaded(store: Store) -> bool:
     from symbiosis.kernels.gpu import few_rows
 
     try:
-        packed = {number: store.weights[number].dtype for number in store.packed}
         few_rows.load(store.linear_weights())
-        for dtype in set(packed.values()):
-            few_rows.load((), [store.packed[number] for number, its in packed.items() if its is dtype], dtype)
     except Exception as error:  # whatever it is: there is another way
         log(
             logging.WARNING, "a kernel does not run here: decoding together is slower", error=f"{type(error).__name__} {error}"

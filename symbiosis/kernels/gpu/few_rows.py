@@ -2,7 +2,7 @@
 go, and answers."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,8 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from symbiosis.kernels.gpu.gather import IN, PLACES, answer_page
-from symbiosis.kernels.gpu.whole import WITH_FP8
-from symbiosis.kernels.packed import PackedWeight, ScaledWeight
 
 
 class Tiling(NamedTuple):
@@ -24,31 +22,26 @@ class Tiling(NamedTuple):
 
 
 FINE = {16: Tiling(32, 256, 4), 32: Tiling(32, 256, 3)}  # by the rows
-OF_CODES = Tiling(32, 128, 5)
 COARSE, EACH = Tiling(64, 128, 3), 2  # for so many columns that each of the GPU's processors has so many tiles
 MOST = max(FINE)
 SUPPORTED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-CODES = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
-WORDS = tl.constexpr(5)  # of a member
+WORDS = tl.constexpr(4)  # of a member
 ALIGNED = 16  # values of a row, and bytes of where it lies
 
 
 @triton.jit(do_not_specialize=["page", "turned", "count"])
 def _product(  # type: ignore[no-untyped-def]
-    page, turn, turned, done, members, count, K, FLOAT: tl.constexpr, CODE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    page, turn, turned, done, members, count, K, FLOAT: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     IN: tl.constexpr, PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     tile = tl.program_id(0)
     member = 0
     for later in range(1, count):
         member += (tile >= tl.load(members + WORDS * later + 3)).to(tl.int32)
-    weight = tl.load(members + WORDS * member).to(tl.pointer_type(CODE))
+    weight = tl.load(members + WORDS * member).to(tl.pointer_type(FLOAT))
     bias = tl.load(members + WORDS * member + 1)
     columns = tl.load(members + WORDS * member + 2).to(tl.int32)
     n = (tile - tl.load(members + WORDS * member + 3).to(tl.int32)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if CODE != FLOAT:
-        scales = tl.load(members + WORDS * member + 4).to(tl.pointer_type(tl.float32))
-        scale = tl.load(scales + n, mask=n < columns, other=0.0)
     row, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     source, target = tl.load(page + IN + row), tl.load(page + IN + (1 + member) * ROWS + row)
     x = tl.multiple_of(source.to(tl.pointer_type(FLOAT))[:, None] + k[None, :], [16, 16])
@@ -58,8 +51,6 @@ def _product(  # type: ignore[no-untyped-def]
     for start in range(0, tl.where(tl.max(source) != 0, K, 0), BLOCK_K):  # a cleared page: nobody is left
         inside = True if EVEN else (start + k < K)[None, :]
         w_NK = tl.load(w + start, mask=real & inside, other=0.0)
-        if CODE != FLOAT:  # rounded as in the whole matrix
-            w_NK = (w_NK.to(tl.float32) * scale[:, None]).to(FLOAT)
         x_RK = tl.load(x + start, mask=there & inside, other=0.0)
         sums = tl.dot(x_RK, w_NK.T, sums)
     if bias != 0:
@@ -72,17 +63,6 @@ def _product(  # type: ignore[no-untyped-def]
         answer_page(page, PLACES)
         tl.store(done, 0)
         tl.store(turn, turned)
-
-
-def takes_packed(weights: Sequence[PackedWeight | None], dtype: torch.dtype, rows: int) -> bool:
-    """Whether the kernel can multiply so many rows by the transposes of these weights, of which it makes the values itself."""
-    first = weights[0]
-    return rows <= MOST and dtype in SUPPORTED and isinstance(first, ScaledWeight) and all(
-        isinstance(weight, ScaledWeight) and weight.codes.is_cuda and weight.codes.dtype in CODES and len(weight.shape) == 2
-        and weight.codes.dtype == first.codes.dtype and weight.shape[1] == first.shape[1] and weight.shape[1] % ALIGNED == 0
-        and weight.block == (1, weight.shape[1]) and weight.codes.is_contiguous() and weight.codes.data_ptr() % ALIGNED == 0
-        for weight in weights
-    ) and (first.codes.dtype is torch.int8 or torch.cuda.get_device_capability(first.device) >= WITH_FP8)  # fmt: skip
 
 
 def takes(matrices: Sequence[Tensor], rows: int) -> bool:
@@ -104,25 +84,16 @@ class FewRowsKernel:
     """The products of few rows with several matrices, and their biases."""
 
     def __init__(
-        self,
-        matrices: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        rows: int,
-        cut: Tiling | None = None,
-        dtype: torch.dtype | None = None,
-        scales: Sequence[Tensor] = (),
+        self, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int, cut: Tiling | None = None
     ) -> None:
-        """Prepare the kernel for up to so many `rows`, of this `dtype` if the matrices are codes, each column of which has a scale."""
-        factors = [scale.flatten().float() for scale in scales]
-        self._kept, self._count = (matrices, biases, factors), len(matrices)
+        """Prepare the kernel for up to so many `rows`."""
+        self._kept, self._count = (matrices, biases), len(matrices)
         self._rows = padded(rows)
-        self._cut = cut or (OF_CODES if scales else _cut(matrices, self._rows))
-        self._K, self._float = len(matrices[0]), SUPPORTED[dtype or matrices[0].dtype]
-        self._code = CODES[matrices[0].dtype] if scales else self._float
+        self._cut = cut or _cut(matrices, self._rows)
+        self._K, self._float = len(matrices[0]), SUPPORTED[matrices[0].dtype]
         self._tiles, words = 0, []
-        for number, (v_KN, bias) in enumerate(zip(matrices, biases, strict=True)):
-            addresses = v_KN.data_ptr(), 0 if bias is None else bias.data_ptr()
-            words.append([*addresses, v_KN.shape[1], self._tiles, factors[number].data_ptr() if factors else 0])
+        for v_KN, bias in zip(matrices, biases, strict=True):
+            words.append([v_KN.data_ptr(), 0 if bias is None else bias.data_ptr(), v_KN.shape[1], self._tiles])
             self._tiles += triton.cdiv(v_KN.shape[1], self._cut.N)
         self._members = torch.tensor(words, dtype=torch.int64, device=matrices[0].device)
         self.words = self._rows * (1 + self._count)  # of a page, from `IN` on
@@ -136,7 +107,7 @@ class FewRowsKernel:
         """Multiply the rows that the page names, and write its answers; then `turn` becomes `turned`. `done`: a word of 32 bits, 0 before
         and after."""
         _product[(self._tiles,)](
-            page, turn, turned, done, self._members, self._count, self._K, self._float, self._code,
+            page, turn, turned, done, self._members, self._count, self._K, self._float,
             self._K % self._cut.K == 0, self._rows, IN, PLACES, self._cut.N, self._cut.K, num_warps=4, num_stages=self._cut.stages,
         )  # fmt: skip
 
@@ -147,18 +118,13 @@ def _cut(matrices: Sequence[Tensor], rows: int) -> Tiling:
     return COARSE if many else FINE[rows]
 
 
-def load(weights: Sequence[Tensor], packed: Sequence[PackedWeight] = (), dtype: torch.dtype = torch.bfloat16) -> None:
-    """Make CUDA load the kernels for these weights (N x K) now, and not when somebody waits for them; for `packed` ones with rows of this dtype."""
-    kinds: dict[Any, tuple[Tensor, list[Tensor]]] = {
-        (w.dtype, w.shape[1]): (w.t(), []) for w in weights if takes([w.t()], 1)
-    }
-    for weight in packed:
-        if takes_packed([weight], dtype, 1) and isinstance(weight, ScaledWeight):
-            kinds[weight.codes.dtype, weight.shape[1]] = weight.codes.t(), [weight.scale]
-    for v_KN, scales in kinds.values():
+def load(weights: Sequence[Tensor]) -> None:
+    """Make CUDA load the kernels for these weights (N x K) now, and not when somebody waits for them."""
+    kinds = {(w.dtype, w.shape[1]): w.t() for w in weights if takes([w.t()], 1)}
+    for v_KN in kinds.values():
         for rows, fine in FINE.items():
-            for cut in (OF_CODES,) if scales else (fine, COARSE):
-                few_rows = FewRowsKernel([v_KN], [None], rows, cut, dtype if scales else None, scales)
+            for cut in (fine, COARSE):
+                few_rows = FewRowsKernel([v_KN], [None], rows, cut)
                 page, turn = (torch.zeros(n, dtype=torch.int64, device=v_KN.device) for n in (IN + few_rows.words, 1))
                 few_rows.multiply(page, turn, 0, torch.zeros(1, dtype=torch.int32, device=v_KN.device))
     torch.cuda.synchronize()

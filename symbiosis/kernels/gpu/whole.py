@@ -150,7 +150,7 @@ def _grouped(  # type: ignore[no-untyped-def]
 def fill(packed: PackedWeight, out: Tensor, first: int = 0, left: int = 0, numbers: Tensor | None = None) -> bool:
     """Make rows from `first` on and columns from `left` on whole in `out`, or the rows of these numbers. Return False, with nothing done, for a
     format that has no kernel here."""
-    if not _has_kernel(packed):
+    if not has_kernel(packed):
         return False
     rows, width = out.shape
     if not out.numel():
@@ -184,7 +184,7 @@ def fill(packed: PackedWeight, out: Tensor, first: int = 0, left: int = 0, numbe
     return True
 
 
-def _has_kernel(packed: PackedWeight) -> bool:
+def has_kernel(packed: PackedWeight) -> bool:
     """Whether a weight is in a format that is made whole here. All its parts are contiguous then."""
     if isinstance(packed, ScaledWeight):
         is_known = packed.codes.dtype is torch.int8 or (

@@ -1,0 +1,290 @@
+"""Few rows times packed matrices, on a GPU: values are made of the codes as they are read, and nothing is held whole.
+
+A value is what `PackedWeight` makes of it, bit for bit; sums are in float32, in another order than those of a product by the whole matrix. The columns
+that are summed up are cut into parts, so that enough of the GPU reads at once; a second kernel adds the parts, always in the same order.
+
+Shapes: T rows, K what goes in, N what comes out.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from symbiosis.kernels.gpu.whole import has_kernel
+from symbiosis.kernels.packed import GroupedWeight, PackedWeight, ScaledWeight
+
+
+class PackedTiling(NamedTuple):
+    """The outputs and inputs of a step, the warps, the stages of the pipeline that loads, and about how many programs there are. The values were
+    measured."""
+
+    N: int
+    K: int
+    warps: int
+    stages: int
+    programs: int
+
+
+FEWEST, MOST_ROWS = 16, 64  # that a matrix unit multiplies at least, and that are taken at most
+MOST_MEMBERS = 4  # matrices of one launch
+FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+BYTES, GROUPS = range(2)  # how codes stand for values
+LEAST_STEP = 32  # columns
+ALIGNED = 16  # values of a row, and bytes of where it lies
+SIZES = ["N0", "N1", "N2", "N3", "first1", "first2", "first3"]
+# By what codes are, and the rows that there is room for.
+TILINGS = {
+    (BYTES, 16): PackedTiling(64, 128, 4, 4, 512),
+    (BYTES, 32): PackedTiling(64, 128, 4, 4, 512),
+    (BYTES, 64): PackedTiling(128, 128, 8, 4, 1024),
+    (GROUPS, 16): PackedTiling(64, 128, 4, 4, 1024),
+    (GROUPS, 32): PackedTiling(64, 128, 4, 4, 1024),
+    (GROUPS, 64): PackedTiling(128, 128, 8, 3, 1024),
+}
+
+
+class Codes(NamedTuple):
+    """How a weight of N x K is read. Each step takes columns that have one scale."""
+
+    how: int
+    codes: Tensor
+    scale: Tensor
+    per: int  # columns with one scale; 0 if a whole row has one
+    rows: int = 1  # with one scale
+    zero: Tensor | None = None  # of groups: what stands for 0
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What is alike in weights that one kernel multiplies."""
+        return self.how, self.codes.dtype, self.scale.dtype, self.per, self.rows
+
+
+@triton.jit
+def _member(at, a, b, c, d):  # type: ignore[no-untyped-def]
+    """Return the one of four addresses or numbers that is `at` a place."""
+    found = a
+    if at == 1:
+        found = b
+    if at == 2:
+        found = c
+    if at == 3:
+        found = d
+    return found
+
+
+@triton.jit
+def _multiplied(x_TK, w_NK, sums, TRANSPOSED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if TRANSPOSED:
+        sums = tl.dot(w_NK, x_TK.T, sums)
+    else:
+        sums = tl.dot(x_TK, w_NK.T, sums)
+    return sums
+
+
+@triton.jit(do_not_specialize=["T", "STEPS", *SIZES])
+def _parts(  # type: ignore[no-untyped-def]
+    x, parts, T, K, STEPS, codes0, codes1, codes2, codes3, scale0, scale1, scale2, scale3, zero0, zero1, zero2, zero3, N0, N1, N2, N3,
+    first1, first2, first3, HOW: tl.constexpr, PER: tl.constexpr, OF_ROWS: tl.constexpr, FLOAT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """Sum up a part of the columns for some outputs of one of up to four matrices."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    member = (tile >= first1).to(tl.int32) + (tile >= first2).to(tl.int32) + (tile >= first3).to(tl.int32)
+    codes = _member(member, codes0, codes1, codes2, codes3)
+    scales = _member(member, scale0, scale1, scale2, scale3)
+    N = _member(member, N0, N1, N2, N3)
+    n = (tile - _member(member, 0, first1, first2, first3)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = n < N
+    row = tl.arange(0, ROWS)
+    there = (row < T)[:, None]
+    count = K // PER if PER else 1  # scales of an output
+    scale_row = n // OF_ROWS * count
+    if TRANSPOSED:
+        sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    else:
+        sums = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    if not PER:
+        factor = tl.load(scales + scale_row, mask=real, other=0.0).to(tl.float32)[:, None]
+    if HOW == 0:
+        k = tl.arange(0, BLOCK_K)
+        w = tl.multiple_of(codes + n.to(tl.int64)[:, None] * K + k[None, :], [16, 16])
+        x_at = x + row[:, None] * K + k[None, :]
+    else:
+        k = tl.arange(0, BLOCK_K // 2)
+        w = tl.multiple_of(codes + n.to(tl.int64)[:, None] * (K // 2) + k[None, :], [16, 16])
+        x_at = x.to(tl.pointer_type(tl.int32)) + row[:, None] * (K // 2) + k[None, :]
+    for number in range(part * STEPS, min(part * STEPS + STEPS, tl.cdiv(K, BLOCK_K))):
+        start = number * BLOCK_K  # so that it is known to be a multiple
+        if PER:
+            at = scale_row + start // PER
+            factor = tl.load(scales + at, mask=real, other=0.0).to(tl.float32)[:, None]
+        else:
+            at = scale_row
+        if HOW == 0:
+            inside = True if EVEN else (start + k < K)[None, :]
+            w_NK = tl.load(w + start, mask=real[:, None] & inside, other=0.0)
+            x_TK = tl.load(x_at + start, mask=there & inside, other=0.0)
+            sums = _multiplied(x_TK, (w_NK.to(tl.float32) * factor).to(FLOAT), sums, TRANSPOSED)
+        else:  # two codes in a byte, and two of the row's values in a word
+            pair = tl.load(w + number * (BLOCK_K // 2), mask=real[:, None], other=0).to(tl.int32)
+            both = tl.load(x_at + number * (BLOCK_K // 2), mask=there, other=0)
+            even = (both & 0xFFFF).to(tl.int16).to(FLOAT, bitcast=True)
+            odd = ((both >> 16) & 0xFFFF).to(tl.int16).to(FLOAT, bitcast=True)
+            zeros = _member(member, zero0, zero1, zero2, zero3)
+            zero = tl.load(zeros + at, mask=real, other=0).to(tl.float32)[:, None]
+            of_even = ((pair & 15).to(tl.float32) - zero) * factor
+            of_odd = ((pair >> 4).to(tl.float32) - zero) * factor
+            sums = _multiplied(even, of_even.to(FLOAT), sums, TRANSPOSED)
+            sums = _multiplied(odd, of_odd.to(FLOAT), sums, TRANSPOSED)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    width = tl.num_programs(0) * BLOCK_N
+    to = parts + part.to(tl.int64) * T * width
+    if TRANSPOSED:
+        tl.store(to + row[None, :] * width + column[:, None], sums, mask=(row < T)[None, :])
+    else:
+        tl.store(to + row[:, None] * width + column[None, :], sums, mask=there)
+
+
+@triton.jit(do_not_specialize=["T", *SIZES])
+def _added(  # type: ignore[no-untyped-def]
+    parts, T, y0, y1, y2, y3, bias0, bias1, bias2, bias3, N0, N1, N2, N3, first1, first2, first3, HAS_BIAS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Add the parts of one row."""
+    tile, row = tl.program_id(0), tl.program_id(1)
+    member = (tile >= first1).to(tl.int32) + (tile >= first2).to(tl.int32) + (tile >= first3).to(tl.int32)
+    N = _member(member, N0, N1, N2, N3)
+    n = (tile - _member(member, 0, first1, first2, first3)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    width = tl.num_programs(0) * BLOCK_N
+    source = parts + row.to(tl.int64) * width + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.load(source)
+    for other in tl.static_range(1, PARTS):
+        sums += tl.load(source + other * T * width)
+    if HAS_BIAS:
+        sums += tl.load(_member(member, bias0, bias1, bias2, bias3) + n, mask=n < N, other=0.0).to(tl.float32)
+    y = _member(member, y0, y1, y2, y3)
+    tl.store(y + row * N + n, sums.to(y0.dtype.element_ty), mask=n < N)
+
+
+class PackedMatrix(NamedTuple):
+    """A matrix of a launch."""
+
+    codes: Codes
+    shape: tuple[int, ...]
+    bias: Tensor | None
+
+    def goes_with(self, other: "PackedMatrix") -> bool:
+        """Whether one kernel multiplies by both."""
+        alike = self.codes.kind == other.codes.kind and self.shape[1] == other.shape[1]
+        return alike and (self.bias is None) == (other.bias is None)
+
+
+class PackedRows:
+    """The products of few rows with several packed matrices and their biases."""
+
+    def __init__(self, members: Sequence[PackedMatrix], dtype: torch.dtype) -> None:
+        self.width, self._dtype, self._launches = (
+            members[0].shape[1],
+            dtype,
+            list[list[PackedMatrix]](),
+        )  # width: of a row
+        for member in members:
+            last = self._launches[-1] if self._launches else []
+            if last and len(last) < MOST_MEMBERS and last[0].goes_with(member):
+                last.append(member)
+            else:
+                self._launches.append([member])
+
+    def multiply(self, x_TK: Tensor, outs: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return `x W' (+ b)` for each matrix, in `outs` if these are given."""
+        x = x_TK.contiguous()
+        x = x if x.data_ptr() % ALIGNED == 0 else x.clone()
+        widths = [member.shape[0] for members in self._launches for member in members]
+        results = [x.new_empty(len(x), N) if out is None else out for out, N in zip(outs, widths, strict=True)]
+        there = [result if result.is_contiguous() else torch.empty_like(result) for result in results]
+        begun = 0
+        with torch.cuda.device(x.device):
+            for members in self._launches:
+                self._launch(members, x, there[begun : begun + len(members)])
+                begun += len(members)
+        for result, made in zip(results, there, strict=True):
+            if result is not made:
+                result.copy_(made)
+        return results
+
+    def _launch(self, members: Sequence[PackedMatrix], x: Tensor, outs: Sequence[Tensor]) -> None:
+        first, (T, K) = members[0].codes, x.shape
+        room = max(FEWEST, triton.next_power_of_2(T))
+        tiling = TILINGS[first.how, room]
+        step = min(tiling.K, first.per or tiling.K)
+        tiles = [triton.cdiv(member.shape[0], tiling.N) for member in members]
+        steps = triton.cdiv(K, step)
+        each = triton.cdiv(steps, min(max(1, round(tiling.programs / sum(tiles))), max(1, steps // 2)))  # of a part
+        parts = triton.cdiv(steps, each)
+        sums = torch.empty(parts, T, sum(tiles) * tiling.N, dtype=torch.float32, device=x.device)
+        begins = [sum(tiles[:number]) for number in range(1, MOST_MEMBERS)]
+        sizes = *_four([member.shape[0] for member in members]), *begins
+        names = "codes", "scale", "zero"
+        read = [part for name in names for part in _four([getattr(member.codes, name) for member in members])]
+        _parts[(sum(tiles), parts)](
+            x, sums, T, K, each, *read, *sizes, first.how, first.per, first.rows, FLOATS[self._dtype], room, tiling.N, step, K % step == 0,
+            room > FEWEST, num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False,
+        )  # fmt: skip
+        biases, has_bias = _four([member.bias for member in members]), members[0].bias is not None
+        _added[(sum(tiles), T)](sums, T, *_four(outs), *biases, *sizes, has_bias, parts, tiling.N, num_warps=1)
+
+
+def prepared(
+    weights: Sequence[PackedWeight | None], biases: Sequence[Tensor | None], dtype: torch.dtype
+) -> PackedRows | None:
+    """Return what multiplies rows of this dtype by these weights, or None if one of them is not read here."""
+    found = [None if weight is None or dtype not in FLOATS else codes_of(weight) for weight in weights]
+    members = [
+        PackedMatrix(codes, weight.shape, bias)
+        for codes, weight, bias in zip(found, weights, biases, strict=True)
+        if codes is not None and weight is not None
+    ]
+    return PackedRows(members, dtype) if len(members) == len(weights) else None
+
+
+def codes_of(weight: PackedWeight) -> Codes | None:
+    """Return how a weight is read, or None if it is not read here."""
+    if len(weight.shape) != 2 or weight.shape[1] % ALIGNED or weight.device.type != "cuda" or not has_kernel(weight):
+        return None
+    K, found = weight.shape[1], None
+    if isinstance(weight, ScaledWeight):
+        per = 0 if weight.scale.shape[-1] == 1 else weight.block[1]
+        found = Codes(BYTES, weight.codes, weight.scale, per, weight.block[0])
+    elif isinstance(weight, GroupedWeight):
+        groups = weight.scale.shape[-1]
+        per = 0 if groups == 1 else K // groups
+        plain = torch.arange(K, device=weight.device) // (per or K)
+        if torch.equal(weight.group.long(), plain):
+            found = Codes(GROUPS, weight.codes, weight.scale, per, zero=weight.zero)
+    if found is None or found.codes.data_ptr() % ALIGNED:
+        return None
+    is_step = found.per >= LEAST_STEP and found.per & (found.per - 1) == 0 and K % found.per == 0
+    return found if is_step or (not found.per and (found.how == BYTES or K % TILINGS[GROUPS, FEWEST].K == 0)) else None
+
+
+def load(weights: Iterable[tuple[PackedWeight, torch.dtype]]) -> None:
+    """Make CUDA load the kernels for these weights, with rows of this dtype, now, and not when somebody waits for them."""
+    kinds: dict[Any, tuple[Codes, PackedWeight, torch.dtype]] = {}
+    for weight, dtype in weights:
+        if dtype in FLOATS and (codes := codes_of(weight)) is not None:
+            kinds[(dtype, *codes.kind)] = codes, weight, dtype
+    for codes, weight, dtype in kinds.values():
+        N, K = weight.shape
+        for bias in (None, torch.zeros(N, dtype=dtype, device=weight.device)):
+            rows = PackedRows([PackedMatrix(codes, weight.shape, bias)], dtype)
+            for T in (1, FEWEST + 1, MOST_ROWS):
+                rows.multiply(torch.zeros(T, K, dtype=dtype, device=weight.device), [None])
+    torch.cuda.synchronize()
+
+
+def _four(values: Sequence[Any]) -> list[Any]:
+    return [*values, *[values[0]] * (MOST_MEMBERS - len(values))]
