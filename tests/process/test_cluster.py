@@ -504,6 +504,7 @@ def test_its_state_is_shown(api: openai.OpenAI, running: Running, folder: Path) 
     assert "no model or process 'x' runs: name one of demo, demo-executor-1" in command("roll", "--only", "x").stderr
     lines = [json.loads(line) for line in (folder / "decisions").read_text().splitlines()]
     assert {line["tenant"] for line in lines} <= {"alice", "bob"} and {line["why"] for line in lines} >= {"new"}
+    assert {line["server"] for line in lines} <= {"demo-server-1", "demo-server-2"}
     metrics = web.get(f"{running.url}/metrics").text
     assert 'symbiosis_cluster_ready{model="demo",server="demo-server-1"} 1.0' in metrics
     assert 'symbiosis_cluster_completions_total{model="demo",tenant="alice"}' in metrics

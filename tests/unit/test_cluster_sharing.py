@@ -16,7 +16,7 @@ from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router.app import make_app
 from symbiosis.cluster.router.completion_fields import CompletionFields
-from symbiosis.cluster.router.relay import Relay
+from symbiosis.cluster.router.relay import Relay, no_room
 from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.cluster.router.server_registry import MOST_WAITING, InFlight, Seen, ServerRegistry
 from symbiosis.cluster.router.upstream import Lost
@@ -141,6 +141,23 @@ def test_nobody_closes_the_waiting_room_to_others(front: RouterState) -> None:
 
     asyncio.run(ask())
     assert front.view.room.has("other", MOST_WAITING // 2), "those who have gone wait no more"
+
+
+def test_a_decision_says_which_server_was_chosen(front: RouterState) -> None:
+    view = front.view
+    view.seen[1].member = msgspec.structs.replace(view.seen[1].member, state="ready")
+    view._put(view.seen[1])
+    asyncio.run(view.place(InFlight(RoutingRequest(model="m", tenant="eve"), print)))
+    (decision,) = view.decisions
+    assert (decision["server"], decision["tenant"], decision["why"]) == ("m-server-1", "eve", "new")
+
+
+def test_who_waited_in_vain_is_told_why(front: RouterState) -> None:
+    view = front.view
+    assert str(no_room(view, "m")) == "no server of m is ready (1 starting): try again later"
+    view.seen[1].member = msgspec.structs.replace(view.seen[1].member, state="ready")
+    assert str(no_room(view, "m")) == "no server has room: try again later"
+    assert str(no_room(view, "other")) == "no server of other is ready (it has none): try again later"
 
 
 def test_who_has_all_that_it_may_have_waits_for_its_own_server_too(front: RouterState) -> None:

@@ -102,7 +102,7 @@ class Forward:
             async with asyncio.timeout(PATIENCE_S):
                 await self._view.place(self._flight)
         except TimeoutError:
-            raise no_room() from None
+            raise no_room(self._view, self._flight.wish.model) from None
         except Lost:
             raise _away() from None
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from symbiosis.base.fair_share import Lease
-from symbiosis.cluster.placement import RoutingRequest
+from symbiosis.cluster.placement import RoutingRequest, State
 from symbiosis.cluster.router.completion_fields import CompletionFields
 from symbiosis.cluster.router.joined_answer import JoinedAnswer
 from symbiosis.cluster.router.progress import DONE, FAILED, Progress
@@ -108,7 +109,7 @@ class Relay:
                 async with asyncio.timeout_at(deadline):
                     await self._view.place(self._flight)
             except TimeoutError:
-                return await self._fail(no_room(), writer)
+                return await self._fail(no_room(self._view, self._flight.wish.model), writer)
             try:
                 return await self._at(self._flight.server, writer)
             except Lost as lost:
@@ -249,5 +250,9 @@ class Relay:
             await writer.take([body], more=False)
 
 
-def no_room() -> ApiError:
-    return ApiError(503, "no server has room: try again later", retry_s=5.0, reason="no_server")
+def no_room(view: ServerRegistry, model: str) -> ApiError:
+    """Return the error for a request that has waited in vain: all servers of its model are full, or none is ready."""
+    states = Counter(seen.state for seen in view.seen.values() if seen.member.model == model)
+    told = ", ".join(f"{count} {state}" for state, count in states.items()) or "it has none"
+    why = "no server has room" if states[State.READY] else f"no server of {model} is ready ({told})"
+    return ApiError(503, f"{why}: try again later", retry_s=5.0, reason="no_server")

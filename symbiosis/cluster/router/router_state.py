@@ -143,7 +143,7 @@ class RouterState(ApiState):
         name, _ = self.chosen(self.named(model))
         ready = [seen for seen in self.view.seen.values() if seen.member.model == name and seen.state is State.READY]
         if not ready:
-            raise no_room()
+            raise no_room(self.view, name)
         return self.forward(request, tenant.name, min(ready, key=lambda seen: seen.mine), data)
 
     def named(self, model: str | None, field: str = "model") -> str:

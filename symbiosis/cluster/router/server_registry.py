@@ -321,7 +321,9 @@ class ServerRegistry:
 
     def _say(self, flight: InFlight, server: PlacedServer) -> None:
         """Note a decision, and why it was made."""
-        wish = msgspec.to_builtins(flight.wish)
+        wish = {
+            name: value for name, value in msgspec.to_builtins(flight.wish).items() if name != "server"
+        }  # it named none
         waited = round(time.monotonic() - flight.since, 4)
         load = f"{server.running} of {server.batch} with it"
         line = {
