@@ -16,6 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from symbiosis.base.sizes import cells
 from symbiosis.kernels import with_triton
 
 PIECE = 1 << 20  # values that are float32 at a time, on a CPU
@@ -195,7 +196,8 @@ class TableWeight(PackedWeight):
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        values = prod(self.shape)
+        if (values := cells(self.shape)) is None:
+            raise ValueError("its shape is no weight's")
         blocks = -(-values // self.blocksize)
         nested = -(-blocks // self.nested_blocksize)
         if self.codes.numel() != -(-values // 2) or self.absmax.numel() != blocks or len(self.table) != 16:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,14 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="is not a file"):
         check_whole(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("sides", [[1 << 62] * 50_000, [1 << 62, 1 << 62], [0, *[1 << 62] * 50_000]])
+def test_sides_of_a_tensor_are_counted_before_they_are_multiplied(tmp_path: Path, sides: list[int]) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": sides, "data_offsets": [0, 8]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="damaged"):
+        weights_nbytes([file])
+    assert time.process_time() - began < 1

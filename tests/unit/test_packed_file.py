@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from symbiosis.errors import ProtocolError
-from symbiosis.kernels.packed import PackedWeight
+from symbiosis.kernels.packed import PackedWeight, TableWeight
 from symbiosis.kernels.packing import pack
 from symbiosis.protocol import Layer
 from symbiosis.transport.local.packed_file import LENGTH, publish, taken
@@ -54,6 +54,17 @@ def with_part(**figures: Any) -> Callable[[list[Any]], Any]:
         return entries
 
     return change
+
+
+def test_figures_of_a_shape_are_counted() -> None:
+    def many(entries: list[Any]) -> Any:
+        entries[0]["figures"]["shape"] = [1 << 63] * 100_000
+        return entries
+
+    with pytest.raises(ProtocolError, match="length"):
+        taken([], forged(many))
+    with pytest.raises(ValueError, match="no weight's"):
+        TableWeight((1 << 62,) * 8, "nf4", torch.zeros(1, dtype=torch.uint8), torch.zeros(16), 64, torch.zeros(1))
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,30 @@ def test_what_the_format_does_not_allow(header: Any) -> None:
         AdapterWeights.parse(b'{"peft_type": "LORA"}', with_header(header, bytes(8)))
 
 
+@pytest.mark.parametrize(
+    "sides", [[10**400] * 18_000, [0, *[10**400] * 18_000], [1] * 1_000_000], ids=["huge", "and empty", "many"]
+)
+def test_sides_are_counted_before_they_are_multiplied(sides: list[int]) -> None:
+    data = with_header({"a": {"dtype": "F32", "shape": sides, "data_offsets": [0, 8]}}, bytes(8))
+    began = time.process_time()
+    with pytest.raises(ValueError, match="no tensor's|more than"):
+        parse_tensors(data)
+    assert time.process_time() - began < 2
+
+
+def test_places_are_looked_at_before_they_are_sorted() -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0] * 1000}
+    with pytest.raises(ValueError, match="too many values"):
+        parse_tensors(with_header({str(name): entry for name in range(400)}, bytes(8)))
+
+
+def test_a_name_in_an_error_is_cut() -> None:
+    name = "a" * 100_000 + "\n"
+    with pytest.raises(ValueError) as refused:
+        parse_tensors(with_header({name: {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, bytes(8)))
+    assert len(str(refused.value)) < 500
+
+
 def test_a_tensor_may_lie_anywhere() -> None:
     data = with_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, torch.ones(2).numpy().tobytes())
     shifted = data[:8].replace(data[:1], bytes([data[0] + 1]), 1) + data[8 : 8 + data[0]] + b" " + data[8 + data[0] :]

@@ -1,6 +1,7 @@
 """Bodies of requests: what they mean to the engine, and what is refused, by name."""
 
 import json
+import time
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from symbiosis.server.openai_fields import DEFAULTS, HARMLESS
 from symbiosis.server.openai_protocol import AS_ASKED, SAME, Body, ChatBody, CompletionBody, read, sampling_of
 from symbiosis.serving.engine.limits import LENGTHS, Unfit, check_sampling
 from symbiosis.serving.request import Guide, Sampling
+from symbiosis.serving.sampling.schema_cost import check_guide
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -251,3 +253,18 @@ def test_what_a_text_cannot_follow_is_said_by_name(fields: dict[str, Any], name:
 def test_only_what_may_pass_is_asked_for_again() -> None:
     assert ApiError(500, "an adapter is damaged").response().headers["x-should-retry"] == "false"
     assert "x-should-retry" not in ApiError(503, "the server is ending").response().headers
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Guide("regex", "a" + "{999999999999}" * 60_000),
+        Guide("schema", json.dumps([{"multipleOf": 10**300 + number} for number in range(5000)])),
+    ],
+    ids=["repetitions", "remainders"],
+)
+def test_numbers_of_a_guide_are_multiplied_up_to_what_there_may_be(given: Guide) -> None:
+    began = time.process_time()
+    with pytest.raises(Unfit):
+        check_guide(given)
+    assert time.process_time() - began < 1

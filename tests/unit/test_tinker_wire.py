@@ -22,6 +22,7 @@ if importlib.util.find_spec("tinker") is None:
 
 from symbiosis.server.tinker import wire
 from symbiosis.server.tinker.samples import Chunk, Params, SamplePrompt, SampleRequest, Samples
+from symbiosis.server.tinker.tinker_messages import RefusedRequest
 
 
 def tokens(count: int, k: int) -> list[Token]:
@@ -50,6 +51,27 @@ def test_long_tables_are_told_whole(untold: int) -> None:
     ]
     ids = np.frombuffer(told.topk_prompt_logprobs.token_ids, np.int32).reshape(1000, 3)
     assert ids[untold - 1].tolist() == [0, 0, 0] and ids[untold].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_shapes_are_looked_at_before_they_are_multiplied(sparse: bool) -> None:
+    told = wire.messages().ForwardBackwardRequest(model_id="a", seq_id=1, loss_fn="cross_entropy")
+    made = told.data.add()
+    made.model_input.add().encoded_text.tokens = bytes(4)
+    tensor = made.loss_fn_inputs["weights"]
+    tensor.dtype = wire.FLOAT32
+    tensor.shape.extend([2**62 + 1] * 50_000)
+    if sparse:
+        tensor.sparse_csr.values = bytes(4)
+    else:
+        tensor.dense = bytes(4)
+    began = time.process_time()
+    refused = wire.read_pass(told.SerializeToString())
+    assert (
+        isinstance(refused, RefusedRequest)
+        and refused.refusal == "datum 0: weights has 50000 dimensions: it has one or two"
+    )
+    assert time.process_time() - began < 1
 
 
 def front_of(told: list[Token]) -> ServingState:

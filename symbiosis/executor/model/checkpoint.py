@@ -13,6 +13,7 @@ from urllib.request import getproxies
 
 import msgspec
 
+from symbiosis.base.sizes import cells
 from symbiosis.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
@@ -178,6 +179,8 @@ def header(file: Path) -> tuple[dict[str, HeaderEntry], int]:
         raise ConfigError(f"cannot load the weights: {file}: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise _damaged(file) from None
+    if any(cells(tensor.shape) is None for tensor in found.values()):
+        raise _damaged(file)
     return found, 8 + length
 
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from symbiosis.base.sizes import cells
 from symbiosis.errors import ConfigError
 from symbiosis.server.json_pieces import PLACES
 from symbiosis.server.tinker.tinker_messages import (
@@ -34,6 +35,7 @@ MOST_BYTES = 5_000_000  # of one request; a single datum may be larger
 SPARE_BYTES = 500_000  # what the SDK's estimate may lack
 MOST_TARGETS = 1 << 22  # log probabilities of one datum
 MOST_FIELDS, SPARE_FIELDS = 64, 4096  # of a body: for each datum, and besides
+FEW = 80  # letters of a name, in an error
 FILLED_BY_BYTE = 64  # cells of sparse tensors: a small body does not ask for much memory
 CUT_OFF = "the body is no ForwardBackwardRequest, or is cut off: {}"
 VARINT, LENGTH, FIXED = 0, 2, {1: 8, 5: 4}  # how protobuf writes fields
@@ -178,7 +180,7 @@ def _check_filled(told: Any, nbytes: int) -> None:
     tensors = [
         tensor for datum in told.data for tensor in datum.loss_fn_inputs.values() if tensor.HasField("sparse_csr")
     ]
-    filled = sum(cells for tensor in tensors if 0 < (cells := prod(tensor.shape)) <= MOST_TARGETS)
+    filled = sum(cells(tensor.shape, MOST_TARGETS) or 0 for tensor in tensors)  # what is too large is refused by itself
     most = min(MOST_TARGETS, FILLED_BY_BYTE * nbytes)
     if filled > most:
         raise TinkerRefusal(
@@ -191,7 +193,7 @@ def _config(told: Any) -> dict[str, float]:
     found = dict(told.loss_fn_config)
     for name, value in told.loss_fn_config_v2.items():
         if value.WhichOneof("value") == "text":
-            raise TinkerRefusal(f"loss_fn_config: {name} is a text, and the losses here have numbers")
+            raise TinkerRefusal(f"loss_fn_config: {name[:FEW]!r} is a text, and the losses here have numbers")
         found[name] = value.number
     return found
 
@@ -201,7 +203,7 @@ def _datum(number: int, told: Any) -> PlainDatum:
         tokens = b"".join(_tokens(chunk) for chunk in told.model_input)
         if unknown := sorted(set(told.loss_fn_inputs) - INPUTS):
             raise TinkerRefusal(
-                f"nothing is known of the loss's input {unknown[0]!r}: there are {', '.join(sorted(INPUTS))}"
+                f"nothing is known of the loss's input {unknown[0][:FEW]!r}: there are {', '.join(sorted(INPUTS))}"
             )
         inputs = {name: _array(name, tensor, len(tokens) // 4) for name, tensor in told.loss_fn_inputs.items()}
         if "target_tokens" not in inputs:
@@ -225,15 +227,17 @@ def _array(name: str, tensor: Any, tokens: int) -> Array:
     kind = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32}.get(tensor.dtype)
     if kind is None:
         raise TinkerRefusal(f"{name} has the dtype {tensor.dtype}: they are float32 and int64")
+    if len(tensor.shape) > 2:
+        raise TinkerRefusal(f"{name} has {len(tensor.shape)} dimensions: it has one or two")
     shape = tuple(tensor.shape)
-    if any(size < 0 for size in shape) or len(shape) > 2:
-        raise TinkerRefusal(f"{name} has the shape {list(shape)}: it has one dimension or two")
+    if cells(shape) is None:
+        raise TinkerRefusal(f"{name} has the shape {list(shape)}, which no tensor has")
     if tensor.HasField("sparse_csr"):
         numbers = _filled(name, tensor.sparse_csr, np.dtype(kind), shape, tokens)
     else:
         numbers = _numbers(name, tensor.dense, np.dtype(kind))
         shape = shape or numbers.shape
-        if prod(shape) != numbers.size:
+        if cells(shape) != numbers.size:
             raise TinkerRefusal(f"{name} has {numbers.size} numbers, and the shape {list(shape)}")
     if shape[0] != tokens:
         raise TinkerRefusal(f"{name} is for {shape[0]} tokens, and there are {tokens}")
@@ -246,7 +250,7 @@ def _array(name: str, tensor: Any, tokens: int) -> Array:
 
 
 def _filled(name: str, csr: Any, kind: np.dtype[Any], shape: tuple[int, ...], tokens: int) -> NDArray[Any]:
-    if len(shape) != 2 or shape[0] != tokens or prod(shape) > MOST_TARGETS:
+    if len(shape) != 2 or shape[0] != tokens or cells(shape, MOST_TARGETS) is None:
         raise TinkerRefusal(
             f"{name} is sparse, in the shape {list(shape)}: it has a row for each of {tokens} tokens, and {MOST_TARGETS} cells at most"
         )

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from symbiosis.base.sizes import cells
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.adapter import LARGE_CONFIG, LARGE_HEADER, MOST_CONFIG_PARTS, MOST_HEADER_BYTES, parts
 from symbiosis.text import shown
@@ -22,8 +23,9 @@ METADATA = "adapter_config"  # of a file that is sent: the configuration, as JSO
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MOST_CONFIG_BYTES, MOST_TENSOR_BYTES = 1 << 20, 1 << 30
 MOST_TENSORS = 1 << 16  # of a file, where nothing is known of the base
-MOST_SIDES = 1 << 40  # all sides of an empty tensor together, but for those of 0
+MOST_CELLS = 1 << 40  # of a tensor
 PARTS_OF_A_TENSOR, FEW_OBJECTS = 12, 64  # of a header: its own, and those of the metadata
+FEW_LETTERS = 200  # of a name, in an error
 PIECE_BYTES = 4 << 20  # of a file that is read by several threads; what is less is not worth them
 THREADS = min(8, len(os.sched_getaffinity(0)))
 DTYPES = {
@@ -203,24 +205,30 @@ def parse_tensors(data: Data, most: int = MOST_TENSORS) -> tuple[dict[str, Tenso
     metadata = header.pop("__metadata__", {})
     memory = memoryview(bytearray(data) if isinstance(data, bytes) else data)
     tensors, at = {}, 0
-    for name, told in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-        first, last = told["data_offsets"]
-        dtype, shape = DTYPES[told["dtype"]], told["shape"]
-        if not all(type(number) is int and number >= 0 for number in (first, last, *shape)):
-            raise ValueError(f"the shape of {name!r} is not of whole numbers")
-        if first != at or last - first != math.prod(shape) * dtype.itemsize or begin + last > len(memory):
-            raise ValueError(f"the place of {name!r} is wrong")
-        tensors[name], at = _tensor(memory, begin + first, dtype, shape), last
+    for place in sorted((_place(name, entry) for name, entry in header.items()), key=lambda place: place[:2]):
+        first, last, name, dtype, shape, count = place
+        if first != at or begin + last > len(memory):
+            raise ValueError(f"the place of {shown(name, FEW_LETTERS)!r} is wrong")
+        tensors[name], at = _tensor(memory, begin + first, dtype, shape, count), last
     if begin + at != len(memory):
         raise ValueError("it goes on behind its last tensor")
     return tensors, metadata
 
 
-def _tensor(memory: memoryview, at: int, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    count = math.prod(shape)
+def _place(name: str, entry: dict[str, Any]) -> tuple[int, int, str, torch.dtype, list[int], int]:
+    """Return where a tensor begins and ends, and its name, dtype, shape and how many numbers it has."""
+    first, last = entry["data_offsets"]
+    dtype, shape = DTYPES[entry["dtype"]], list(entry["shape"])
+    count = cells(shape, MOST_CELLS)
+    if count is None or not all(type(number) is int and number >= 0 for number in (first, last)):
+        raise ValueError(f"the shape or the place of {shown(name, FEW_LETTERS)!r} is no tensor's")
+    if last - first != count * dtype.itemsize:
+        raise ValueError(f"the place of {shown(name, FEW_LETTERS)!r} has not the size of its shape")
+    return first, last, name, dtype, shape, count
+
+
+def _tensor(memory: memoryview, at: int, dtype: torch.dtype, shape: list[int], count: int) -> Tensor:
     if not count:
-        if math.prod(side for side in shape if side) > MOST_SIDES:
-            raise ValueError(f"a shape of {shown(str(shape))} is no tensor's")
         return torch.empty(shape, dtype=dtype)
     if at % dtype.itemsize:
         memory, at = memoryview(bytearray(memory[at : at + count * dtype.itemsize])), 0

@@ -2,13 +2,13 @@
 text, and patterns that hold at once, whose states multiply: many of them are tried in a process of its own, which can be stopped."""
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator
 from subprocess import TimeoutExpired
 from typing import Any
 
 from symbiosis.base.procs import tried
+from symbiosis.base.sizes import product
 from symbiosis.serving.engine.limits import Unfit
 from symbiosis.serving.request import Guide
 
@@ -54,7 +54,7 @@ def check_guide(guide: Guide) -> None:
 
 
 def _check_remainders(kind: str, numbers: Iterable[float]) -> None:
-    if math.prod(set(map(_remainders, numbers))) > MOST_REMAINDERS:
+    if product(set(map(_remainders, numbers)), MOST_REMAINDERS) is None:
         raise Unfit(kind, f"may have multipleOf up to {MOST_REMAINDERS}, all that differ multiplied")
 
 
@@ -121,10 +121,10 @@ def _remainders(number: float) -> int:
 
 
 def repeated(pattern: str) -> int:
-    """Return how many pieces a pattern has once its repetitions are written out.
+    """Return how many pieces a pattern has once its repetitions are written out. It stops counting at more than there may be.
 
-    >>> repeated("^([0-9]{4}-){2}[{9}]$")
-    11
+    >>> repeated("^([0-9]{4}-){2}[{9}]$"), repeated("a{9}" + "{9}" * 1000) > MOST_REPEATED
+    (11, True)
     """
     sizes, last = [0], 0  # of the groups that are open, and of the piece before
     for piece in PIECE.finditer(pattern):
@@ -135,6 +135,8 @@ def repeated(pattern: str) -> int:
             times = max(int(piece["least"] or 0), int(piece["most"] or 0), 1)
             sizes[-1] += last * (times - 1)
             last *= times
+            if sizes[-1] > MOST_REPEATED:
+                break
         elif piece[0] == ")" and len(sizes) > 1:
             last = sizes.pop()
             sizes[-1] += last

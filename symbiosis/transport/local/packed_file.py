@@ -36,6 +36,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32,
 )}  # fmt: skip
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Numbers = Annotated[tuple[int, ...], msgspec.Meta(max_length=8)]
 
 
 class FilePart(msgspec.Struct, frozen=True):
@@ -55,7 +56,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
     number: int
     kind: str
-    figures: dict[str, str | int | float | tuple[int, ...] | None]
+    figures: dict[str, str | int | float | Numbers | None]
     parts: dict[str, FilePart]
 
 
