@@ -19,6 +19,7 @@ from symbiosis.server.sse import EVENTS, JSON, SseWriter
 
 FEW = 16  # choices, whose events are made together
 DONE = b"data: [DONE]\n\n"
+TOTAL = b"x-total-tokens"
 
 
 class GenerationReply:
@@ -40,7 +41,12 @@ class GenerationReply:
         finally:
             watch.cancel()
             self._generation.end()
-            self._done(self._generation.prompt_tokens + self._generation.completion_tokens)
+            self._done(self._total)
+
+    @property
+    def _total(self) -> int:
+        """How many tokens it took."""
+        return self._generation.prompt_tokens + self._generation.completion_tokens
 
     @abstractmethod
     async def _whole(self, writer: SseWriter) -> None:
@@ -56,12 +62,16 @@ class LongReply(GenerationReply):
 
     Args:
         body: Whether it is a stream, whose events may tell the usage of their choice so far, as vLLM's do; and what another server has told of it.
+        tells_total: Whether a header, or a comment at the end of a stream, tells a front end how many tokens it took.
     """
 
-    def __init__(self, generation: Generation, words: Words, body: Body, done: Callable[[int], None]) -> None:
+    def __init__(
+        self, generation: Generation, words: Words, body: Body, done: Callable[[int], None], tells_total: bool = False
+    ) -> None:
         super().__init__(generation, bool(body.stream), done)
         self._words, self._body = words, body
         self._head = words.head(words.chunk_kind if body.stream else words.kind)
+        self._tells_total = tells_total and body.continuation is None  # else all tokens are told
         options = body.stream_options
         self._wants_usage = bool(options and options.include_usage)
         self._tells_usage = bool(self._wants_usage and options and options.continuous_usage_stats)
@@ -73,7 +83,7 @@ class LongReply(GenerationReply):
             for delta in deltas:
                 join(whole[delta.choice], delta)
         if self._generation.is_whole:
-            await writer.start(JSON)
+            await writer.start([*JSON, (TOTAL, b"%d" % self._total)] if self._tells_total else JSON)
             await writer.take(self._pieces(whole), more=False)
 
     def _pieces(self, whole: list[Delta]) -> Iterator[bytes]:
@@ -108,7 +118,8 @@ class LongReply(GenerationReply):
         ending = b""
         if self._wants_usage:
             ending = b'data: %b],"usage":%b}\n\n' % (self._head, msgspec.json.encode(usage(self._generation)))
-        await writer.take([ending, DONE], more=False)
+        total = b": total_tokens %d\n" % self._total if self._tells_total else b""
+        await writer.take([ending, total, DONE], more=False)
 
     def _hand_over(self, writer: SseWriter, read: Callable[[], list[Delta]]) -> bool:
         """Send what is new at once, if that makes nobody wait."""

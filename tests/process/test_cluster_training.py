@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 import symbiosis
@@ -27,6 +28,7 @@ from tests.process.test_tinker import KEYS, TEXT, Client, datum, error_of
 
 NAMES = ("demo-server-1", "demo-server-2")
 TEACHER = "teacher-server-1"
+SLOW = "bob"  # whose key has a limit at the front end
 OPENAI = {"Authorization": f"Bearer {KEYS['anna']}"}
 
 
@@ -58,7 +60,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Api]
 @pytest.fixture(scope="module")
 def api(servers: dict[str, Api], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     folder = tmp_path_factory.mktemp("runtime")
-    write_secret(folder / "keys", "".join(f"{name} {key}\n" for name, key in KEYS.items()))
+    lines = [f"{name} {key}{' tokens_per_s=10' if name == SLOW else ''}\n" for name, key in KEYS.items()]
+    write_secret(folder / "keys", "".join(lines))
     urls = {name: each.url for name, each in servers.items()}
     with front_of(folder, urls, str(folder / "keys"), trains=True) as running:
         yield running
@@ -110,6 +113,27 @@ def test_checkpoints_lie_where_all_servers_see_them(api: Front) -> None:
     urls = one.get(f"training_runs/{at}/external_weights_urls").json()["urls"]
     assert all(url.startswith(api.url) for url in urls.values())
     assert web.get(urls["adapter_model.safetensors"]).content[8:].lstrip()[:1] == b"{"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_key_pays_at_the_front_end_for_what_its_run_computes(api: Front, stream: bool) -> None:
+    """As many tokens as the server says, and no guess."""
+    client = Client(api, SLOW)
+    body = {
+        "model": client.run(),
+        "prompt": bytes(TEXT).decode(),
+        "max_tokens": 20,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    headers = {"Authorization": f"Bearer {KEYS[SLOW]}"}
+
+    def asked() -> httpx.Response:
+        return web.post(f"{api.url}/v1/completions", json=body, headers=headers, timeout=60)
+
+    eventually(lambda: (answer := asked()).status_code == 200 and ("data: [DONE]" in answer.text) == stream, 60)
+    answer = asked()
+    assert answer.status_code == 429 and 5 <= int(answer.headers["retry-after"]) <= 6, answer.text
 
 
 def test_a_session_has_a_server_of_each_base_that_it_asks_for(api: Front) -> None:

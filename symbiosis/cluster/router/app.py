@@ -112,26 +112,22 @@ async def completion(front: RouterState, request: Request) -> ASGIApp:
         asked = await front.made(request, tenant, len(data), 1, lambda: CompletionFields(data, is_chat))
     finally:
         front.view.unread -= 1
-    if seen := _server_of_run(front, asked.model):
-        return front.compute_at(request, tenant, seen, data, asked.sequences)
+    if at := _server_of_run(front, asked.model):
+        return front.complete_at(at, request, tenant, asked)
     return front.relay(request, tenant, asked)
 
 
 async def responses(front: RouterState, request: Request) -> ASGIApp:
     tenant, data = await _asked_text(front, request)
     asked = await front.made(request, tenant, len(data), 1, lambda: decoded(ResponseFields, data))
-    if seen := _server_of_run(front, asked.model):
-        return front.compute_at(request, tenant, seen, data, 1)
-    return front.respond(request, tenant, asked, data)
+    return front.respond(request, tenant, asked, data, _server_of_run(front, asked.model))
 
 
 async def generated(front: RouterState, request: Request) -> ASGIApp:
     """Answer `/generate` of text-generation-inference and LoRAX."""
     tenant, data = await _asked_text(front, request)
     asked = await front.made(request, tenant, len(data), 1, lambda: GenerateFields(data))
-    if seen := _server_of_run(front, asked.model):
-        return front.compute_at(request, tenant, seen, data, 1)
-    return front.generate(request, tenant, asked, data)
+    return front.generate(request, tenant, asked, data, _server_of_run(front, asked.model))
 
 
 async def one_response(front: RouterState, request: Request) -> ASGIApp:
@@ -147,9 +143,7 @@ async def pooled(front: RouterState, request: Request) -> ASGIApp:
     """Tell vectors, classes or scores of texts."""
     tenant, data = await _asked_text(front, request)
     asked = await front.made(request, tenant, len(data), 1, lambda: PoolingFields(data))
-    if seen := _server_of_run(front, asked.model):
-        return front.compute_at(request, tenant, seen, data, asked.texts, asked.field)
-    return front.pool(request, tenant, asked, data)
+    return front.pool(request, tenant, asked, data, _server_of_run(front, asked.model))
 
 
 async def tokens(front: RouterState, request: Request) -> ASGIApp:

@@ -14,6 +14,7 @@ from symbiosis.cluster.router.server_registry import InFlight, ServerRegistry
 from symbiosis.cluster.router.upstream import Lost, Upstream
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.bodies import until_hung_up
+from symbiosis.server.long_reply import TOTAL
 from symbiosis.server.sse import SseWriter, in_pieces
 
 logger = logging.getLogger("symbiosis")
@@ -21,7 +22,6 @@ logger = logging.getLogger("symbiosis")
 AWAY = "the server that has this does not answer now: ask again, it is being started"
 STREAMS = (b"text/event-stream", b"application/octet-stream")  # which are handed on piece by piece
 WHOLE = 1 << 20  # bytes: what is longer is handed on piece by piece, too
-TOTAL_TOKENS = b"x-total-tokens"  # which a server says of an answer whose end does not tell its usage
 TAIL = 1 << 10  # bytes: they hold the usage of an answer, which is its last field
 
 
@@ -115,7 +115,7 @@ class Forward:
             self._was_let_in = not answer.status
             raise
         self._was_let_in = answer.status == HTTPStatus.OK
-        self._tokens = int(told) if (told := answer.headers.get(TOTAL_TOKENS)) else None
+        self._tokens = int(told) if (told := answer.headers.get(TOTAL)) else None
         headers = [(name, value) for name, value in answer.headers.items() if name in KEPT]
         is_stream = answer.headers.get(b"content-type", b"").partition(b";")[0] in STREAMS
         first = b"" if is_stream else await answer.whole(WHOLE)  # before anything is said

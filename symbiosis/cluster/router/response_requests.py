@@ -11,6 +11,8 @@ from symbiosis.server.openai_protocol import Tokens
 
 # at the very end of an answer, or of the event with it: all else that looks so may be of a client
 TOTAL = re.compile(rb'"total_tokens":(\d+)(?:,"prompt_tokens_details":\{"cached_tokens":\d+\})?\}\}(?:\}\n\n)?\Z')
+# of streams of completions
+OF_COMPLETION = re.compile(rb": total_tokens (\d+)\ndata: \[DONE\]\n\n\Z")
 # of streams of /generate
 OF_GENERATE = re.compile(rb'"prompt_tokens":(\d+),"generated_tokens":(\d+),"seed":(?:null|\d+)\}\}\n\n\Z')
 
@@ -33,17 +35,19 @@ def wish_of_text(
 
 
 def tokens_used(end: AnswerEnd | None, reserved: int) -> int:
-    """Return how many tokens an answer took, by its end, or by the header of LoRAX's: what was reserved, where its reader has left before that.
+    """Return how many tokens an answer took, by its end, or by a header: what was reserved, where its reader has left before that.
     None: no server took the request.
 
     >>> tokens_used(AnswerEnd(b'..."usage":{"total_tokens":12}}'), 99), tokens_used(AnswerEnd(b"..."), 99), tokens_used(None, 99)
     (12, 99, 0)
     >>> tokens_used(AnswerEnd(b'..."prompt_tokens":3,"generated_tokens":4,"seed":null}}\\n\\n'), 99), tokens_used(AnswerEnd(b"", 8), 99)
     (7, 8)
+    >>> tokens_used(AnswerEnd(b": total_tokens 9\\ndata: [DONE]\\n\\n"), 99)
+    9
     """
     if end is None:
         return 0
     if end.tokens is not None:
         return end.tokens
-    found = TOTAL.search(end.tail) or OF_GENERATE.search(end.tail)
+    found = TOTAL.search(end.tail) or OF_COMPLETION.search(end.tail) or OF_GENERATE.search(end.tail)
     return sum(map(int, found.groups())) if found else reserved

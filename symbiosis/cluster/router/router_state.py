@@ -75,17 +75,25 @@ class RouterState(ApiState):
 
     def relay(self, request: Request, tenant: Tenant, asked: CompletionFields) -> Relay:
         """Return the answer to a completion, if the tenant may have so many."""
-        model, adapter = self.chosen(asked.model)
+        wish = self._wish_of(tenant, asked, *self.chosen(asked.model))
+        admission, held = self._admitted(tenant, wish, asked.tokens + asked.most_tokens, asked.size)
+        return Relay(self.view, request.url.path, passed_on(request), asked, wish, held, admission)
+
+    def complete_at(self, at: Seen, request: Request, tenant: Tenant, asked: CompletionFields) -> Forward:
+        """Return the answer to a completion that one server alone can compute, by a run that it has."""
+        wish = self._wish_of(tenant, asked, at.member.model, asked.model)
+        return self._answer_of_one(request, tenant, wish, asked.body(), at)
+
+    def _wish_of(self, tenant: Tenant, asked: CompletionFields, model: str, adapter: str | None) -> RoutingRequest:
+        """Return what a completion needs of a server. Raises `ApiError` if it is more than there can be."""
         sequences, longest = self.view.most(model)
         if asked.sequences > sequences:
             raise too_many_at_once("n", sequences, asked.sequences)
         self._check_sequences(tenant, asked.sequences)
         tokens, is_vain = asked.tokens + asked.most_tokens, asked.longest > longest
-        wish = RoutingRequest(
+        return RoutingRequest(
             model=model, adapter=adapter, sequences=asked.sequences, pages=0 if is_vain else tokens, tenant=tenant.name, is_vain=is_vain,
         )  # fmt: skip
-        admission, held = self._admitted(tenant, wish, tokens, asked.size)
-        return Relay(self.view, request.url.path, passed_on(request), asked, wish, held, admission)
 
     def _check_sequences(self, tenant: Tenant, sequences: int, field: str = "n") -> None:
         """Raise `ApiError` for more than a tenant may ever have, or have now."""
@@ -93,20 +101,13 @@ class RouterState(ApiState):
             raise too_many_at_once(field, most, sequences)
         self.check_room(tenant, sequences)
 
-    def compute_at(
-        self, request: Request, tenant: Tenant, seen: Seen, data: bytes, sequences: int, field: str = "n"
-    ) -> Forward:
-        """Return the answer to what one server alone can compute, in so many sequences."""
-        self._check_sequences(tenant, sequences, field)
-        return self.forward(request, tenant.name, seen, data, sequences)
-
-    def forward(self, request: Request, tenant: str, seen: Seen, data: bytes, sequences: int = 0) -> Forward:
-        """Return the answer to what one server alone can answer, if the tenant may have so many."""
+    def forward(self, request: Request, tenant: str, seen: Seen, data: bytes) -> Forward:
+        """Return the answer to what one server alone can answer without computing texts, if the tenant may have so many."""
         held, count = Lease(self._held, tenant), Lease(self._forwarded, tenant)
         if not (count.take(1) and held.take(len(data))):
             count.end()
             raise busy("so many requests of this key wait for their answers", "share_of_key")
-        wish = RoutingRequest(model=seen.member.model, sequences=sequences, tenant=tenant, server=seen.member.number)
+        wish = RoutingRequest(model=seen.member.model, sequences=0, tenant=tenant, server=seen.member.number)
 
         def end(_: AnswerEnd | None) -> None:
             held.end()
@@ -114,29 +115,36 @@ class RouterState(ApiState):
 
         return Forward(self.view, sent_of(request, data), wish, end)
 
-    def respond(self, request: Request, tenant: Tenant, asked: ResponseFields, data: bytes) -> Forward:
-        """Return the answer to /v1/responses: of the server that has what it goes on from, or of one that has room."""
-        model, adapter = self.chosen(asked.model)
-        seen = self.view.marked(mark_in_response(asked.previous_response_id or ""))
-        if seen is not None and asked.model in self.view.told.aliases:
-            model = seen.member.model
+    def respond(self, request: Request, tenant: Tenant, asked: ResponseFields, data: bytes, at: Seen | None) -> Forward:
+        """Return the answer to /v1/responses: of the server that has the run or what it goes on from, or of one that has room."""
+        model, adapter = self._chosen_at(at, asked.model)
+        if at is None:
+            at = self.view.marked(mark_in_response(asked.previous_response_id or ""))
+            if at is not None and asked.model in self.view.told.aliases:
+                model = at.member.model
         wish = wish_of_text(model, adapter, tenant.name, len(data), asked.max_output_tokens, self.view.most(model)[1])
-        if seen is not None:
-            wish = msgspec.structs.replace(wish, server=seen.member.number)
-        return self._answer_of_one(request, tenant, wish, data if adapter else with_fields(data, {"model": model}))
+        body = data if adapter else with_fields(data, {"model": model})
+        return self._answer_of_one(request, tenant, wish, body, at)
 
-    def generate(self, request: Request, tenant: Tenant, asked: GenerateFields, data: bytes) -> Forward:
-        """Return the answer to /generate, of a server that has room."""
-        model, adapter = self.chosen(self.named(asked.model, "adapter_id"))
+    def generate(
+        self, request: Request, tenant: Tenant, asked: GenerateFields, data: bytes, at: Seen | None
+    ) -> Forward:
+        """Return the answer to /generate, of the server that has the run, or of one that has room."""
+        model, adapter = self._chosen_at(at, self.named(asked.model, "adapter_id"))
         wish = wish_of_text(model, adapter, tenant.name, len(data), asked.wanted, self.view.most(model)[1])
-        return self._answer_of_one(request, tenant, wish, data if adapter else asked.body(model))
+        return self._answer_of_one(request, tenant, wish, data if adapter else asked.body(model), at)
 
-    def pool(self, request: Request, tenant: Tenant, asked: PoolingFields, data: bytes) -> Forward:
+    def pool(self, request: Request, tenant: Tenant, asked: PoolingFields, data: bytes, at: Seen | None) -> Forward:
         """Return the answer to a request for vectors, classes or scores of texts."""
-        model, adapter = self.chosen(self.named(asked.model))
+        model, adapter = self._chosen_at(at, self.named(asked.model))
         self._check_sequences(tenant, asked.texts, asked.field)
         wish = asked.wish(model, adapter, tenant.name, self.view.most(model)[0])
-        return self._answer_of_one(request, tenant, wish, data if adapter else with_fields(data, {"model": model}))
+        body = data if adapter else with_fields(data, {"model": model})
+        return self._answer_of_one(request, tenant, wish, body, at)
+
+    def _chosen_at(self, at: Seen | None, name: str) -> tuple[str, str | None]:
+        """Return the model, and the adapter: of the server that has the run of this name, if it is one of a run."""
+        return self.chosen(name) if at is None else (at.member.model, name)
 
     def tokens(self, request: Request, tenant: Tenant, model: str | None, data: bytes) -> Forward:
         """Return the answer to a request that any server of a model answers, however full it is."""
@@ -154,8 +162,16 @@ class RouterState(ApiState):
             return self.view.told.names[0]
         raise wrong(f"name a model: there are {', '.join(map(repr, self.view.told.names))} and adapters", field)
 
-    def _answer_of_one(self, request: Request, tenant: Tenant, wish: RoutingRequest, body: bytes) -> Forward:
-        """Return the answer of one server, which no other goes on with. Who has asked pays for the tokens that it tells at its end."""
+    def _answer_of_one(
+        self, request: Request, tenant: Tenant, wish: RoutingRequest, body: bytes, at: Seen | None = None
+    ) -> Forward:
+        """Return the answer of one server, which no other goes on with. Who has asked pays for the tokens that it tells at its end.
+
+        Args:
+            at: The only one that can answer it.
+        """
+        if at is not None:
+            wish = msgspec.structs.replace(wish, server=at.member.number)
         admission, _ = self._admitted(tenant, wish, wish.pages, len(body))
         sent = sent_of(request, body)
         return Forward(self.view, sent, wish, lambda end: admission.end(tokens_used(end, wish.pages)))
