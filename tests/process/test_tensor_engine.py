@@ -18,6 +18,7 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from symbiosis.serving.engine.reader import Completion
 from symbiosis.serving.request import Output, Request, Sampling
+from symbiosis.serving.tensor_parallel import leading_runner
 from symbiosis.serving.tensor_parallel.leading_runner import LeadingRunner
 from tests.serving_api import Command, client, eventually
 
@@ -160,6 +161,25 @@ def test_requests_go_on_when_a_rank_is_lost(
     assert [ends[id].error for id in ids] == [None] * len(ids)
     assert [tuple(told[id]) for id in ids] == expected
     assert answer(engine, "whisper").tokens == answer(alone, "whisper").tokens  # which was loaded before
+
+
+@pytest.mark.fault
+def test_a_rank_that_dies_while_ranks_meet_is_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one would wait for it for ten minutes."""
+    runner, meet, met = leading(engine), leading_runner.rank_group, list[int]()
+
+    def group(*words: Any) -> Any:
+        if not met:
+            os.kill(runner.rank_pids[0], signal.SIGKILL)
+        met.append(1)
+        return meet(*words)
+
+    expected = answer(engine).tokens
+    monkeypatch.setattr(leading_runner, "rank_group", group)
+    began = time.monotonic()
+    os.kill(runner.rank_pids[0], signal.SIGKILL)
+    assert answer(engine).tokens == expected
+    assert len(met) == 2 and time.monotonic() - began < 240
 
 
 def test_a_server_over_two_ranks() -> None:

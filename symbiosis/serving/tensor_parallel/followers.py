@@ -6,7 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import TypeVar
 
 import msgspec
 
@@ -31,6 +33,8 @@ logger = logging.getLogger("symbiosis")
 ENTRY = "symbiosis.serving.tensor_parallel.follower:main"
 STOP_S = 10.0  # for a rank, when the engine closes
 NOTICED_S = 1.0  # within which a rank's death is
+LOOK_S = 0.1  # between two looks whether one is lost
+Result = TypeVar("Result")
 
 
 class Follower:
@@ -148,6 +152,25 @@ class Followers:
         except OSError as error:
             self.lose(f"a rank cannot be reached: {error}")
             raise RanksLost(self.lost) from error
+
+    def unless_lost(self, wait: Callable[[], Result]) -> Result:
+        """Return what `wait` returns, which waits for all of them. Raises `RanksLost` as soon as one is lost, and leaves the wait to its thread."""
+        found: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(wait())
+            except BaseException as error:
+                found.set_exception(error)
+
+        threading.Thread(target=run, name="symbiosis-meeting", daemon=True).start()
+        while not self.lost:
+            with suppress(TimeoutError):
+                try:
+                    return found.result(LOOK_S)
+                except RuntimeError as error:
+                    self.lose_by(error)
+        raise RanksLost(self.lost)
 
     def load(self, pieces: Sequence[AdapterPiece], memories: Sequence[int]) -> int:
         """Give each its piece of an adapter, and return how many pages that takes at most. Raises `AdapterError` if one cannot take it."""

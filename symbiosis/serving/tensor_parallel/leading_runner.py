@@ -28,6 +28,7 @@ from symbiosis.serving.runner.model_runner import RanksLost
 from symbiosis.serving.runner.paged_runner import CannotBatch, logits_of_probes
 from symbiosis.serving.scheduler.scheduler_output import SchedulerOutput, Sequence
 from symbiosis.serving.tensor_parallel.adapter_pieces import piece_of, tensors_of, written
+from symbiosis.serving.tensor_parallel.collectives import RankGroup
 from symbiosis.serving.tensor_parallel.division import INSTEAD
 from symbiosis.serving.tensor_parallel.followers import Followers, threads_of_a_rank
 from symbiosis.serving.tensor_parallel.places import must_be_reachable
@@ -132,10 +133,13 @@ class LeadingRunner(RankRunner):
         with temporary_folder("symbiosis-ranks-") as folder:
             meet = meeting_of(self._devices, folder)
             self._followers.tell(meet)
-            try:
-                self.collectives.group = rank_group(meet, 0, self._order.ranks, self.device)
-            except RuntimeError as error:
-                raise RanksLost(self._followers.lost or str(error)) from error
+
+            def connected() -> RankGroup:
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)  # of this thread
+                return rank_group(meet, 0, self._order.ranks, self.device)
+
+            self.collectives.group = self._followers.unless_lost(connected)
         self._live = True
 
     def logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:
