@@ -122,16 +122,26 @@ def run(
     endpoint: Annotated[str | None, typer.Option(help="The executor's endpoint. Default: $SYMBIOSIS_ENDPOINT, else this user's.")] = None,
     require: Annotated[bool, typer.Option("--require", help="A model that does not share the executor's layers is an error.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run it until a model computes, say of each that it has loaded whether it would share, and end it. Exit status 0: all would.")] = False,
+    timeout: Annotated[float | None, typer.Option(min=1, help="Seconds that --dry-run waits for a model to compute. Default: 1800.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Have --dry-run print one JSON object.")] = False,
 ) -> None:  # fmt: skip
     """Run a program as it is: the models of transformers that it loads share the executor's layers. SYMBIOSIS_RUN=1 COMMAND is the same."""
     from symbiosis.run import command as runs
 
     words = [command, *context.args]
     if not dry_run:
+        if as_json or timeout is not None:
+            raise ConfigError("--json and --timeout go with --dry-run: write it, too, or leave them out")
         runs.run(words, endpoint, require)
-    verdict, shares = runs.dry_run(words, endpoint)
-    typer.echo(verdict)
-    raise typer.Exit(not shares)
+    if require:
+        raise ConfigError("leave --require out: the exit status of --dry-run is 1 anyway if a model would not share")
+    from symbiosis.run import dry_run as dry_runs
+
+    found = dry_runs.dry_run(words, endpoint, timeout or dry_runs.MOST_S)
+    typer.echo(found.json if as_json else found.text)
+    if as_json and found.why_not_whole:
+        typer.echo(found.why_not_whole, err=True)
+    raise typer.Exit(not found.shares)
 
 
 BENCHMARKS = {  # scripts/bench_*.py, with what they take on two cores; gpu: on one H200

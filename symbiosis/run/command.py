@@ -2,28 +2,20 @@
 
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import sysconfig
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from symbiosis.base.folders import temporary_folder
 from symbiosis.errors import ConfigError
 from symbiosis.protocol.cluster_state import SCHEME
 from symbiosis.protocol.endpoints import named_endpoints, parts_of
-from symbiosis.run.outcome import COMPUTES, SHARES
-from symbiosis.run.settings import REQUIRE, VERDICT
+from symbiosis.run.settings import REQUIRE
 from symbiosis.run.switch import SWITCH
 from symbiosis.text import shown
 
 SITE = str(Path(__file__).with_name("site"))  # the folder of a `sitecustomize`
-GRACE_S = 2.0  # for a program whose verdicts are known
-POLL_S = 0.05
 
 
 def run(command: Sequence[str], endpoint: str | None = None, require: bool = False) -> NoReturn:
@@ -34,29 +26,6 @@ def run(command: Sequence[str], endpoint: str | None = None, require: bool = Fal
         os.execve(program, [program, *command[1:]], environment)
     except OSError as error:
         raise ConfigError(f"{program}: {error.strerror}") from None
-
-
-def dry_run(command: Sequence[str], endpoint: str | None = None) -> tuple[str, bool]:
-    """Run the program until one of its models computes. Return what becomes of each that it has loaded, and whether all share."""
-    with temporary_folder() as folder:
-        verdict = folder / "verdict"
-        verdict.touch()
-        environment = {**environment_of(os.environ, endpoint), VERDICT: str(verdict)}
-        program = program_of(command, environment)
-        process = subprocess.Popen([program, *command[1:]], env=environment, stdout=sys.stderr, start_new_session=True)
-        try:
-            while process.poll() is None and COMPUTES not in verdict.read_text().splitlines():
-                time.sleep(POLL_S)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        said = [line for line in dict.fromkeys(verdict.read_text().splitlines()) if line != COMPUTES]
-    if not said:
-        return f"no verdict: it ended with {process.returncode} before it loaded a model of transformers", False
-    return "\n".join(said), all(line.startswith(f"{SHARES}:") for line in said)
 
 
 def environment_of(given: Mapping[str, str], endpoint: str | None = None, require: bool = False) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Programs under `symbiosis run`: as they are, in processes of their own, compared with themselves without it."""
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,9 @@ import safetensors.torch
 
 from symbiosis.run.command import SITE
 from tests.processes import Executor, killed_at_the_end, save_tiny_llama
+from tests.serving_api import eventually
+
+pytestmark = pytest.mark.timeout(300)  # the first one waits for the executor, too
 
 TRAIN = """
 import sys, torch
@@ -196,6 +200,73 @@ def test_a_dry_run_says_what_becomes_of_each_model(checkpoint: Path, endpoint: s
     done = run("sh", "-c", "exit 3", folder=tmp_path, options=options)
     text = "no verdict: it ended with 3 before it loaded a model of transformers\n"
     assert (done.returncode, done.stdout) == (1, text)
+
+
+def test_a_dry_run_answers_programs_with_json(checkpoint: Path, endpoint: str, tmp_path: Path) -> None:
+    """What the program itself prints goes elsewhere, so that standard output is the object alone."""
+    written(tmp_path, load="print('mine')\n" + LOAD + COMPUTE)
+    other, options = save_tiny_llama(tmp_path / "other", seed=1), ("--endpoint", endpoint, "--dry-run", "--json")
+    done = run(sys.executable, "load.py", checkpoint, other, folder=tmp_path, options=options)
+    found = json.loads(done.stdout)
+    shares, alone = found.pop("models")
+    assert (done.returncode, found) == (1, {"shares": False, "ended_with": None})
+    not_loaded = shares.pop("bytes_not_loaded")
+    assert 0 < not_loaded <= sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    told = {"model": checkpoint.name, "shares": True, "why": None, "endpoint": endpoint}
+    assert shares == told | {"layers": 14, "all_layers": 15}
+    assert "weights" in alone.pop("why")
+    told = dict.fromkeys(("endpoint", "layers", "all_layers", "bytes_not_loaded"))
+    assert alone == told | {"model": "other", "shares": False}
+    done = run("sh", "-c", "exit 3", folder=tmp_path, options=options)
+    assert (done.returncode, json.loads(done.stdout)) == (1, {"shares": False, "models": [], "ended_with": 3})
+
+
+@pytest.mark.parametrize("options", [("--json",), ("--timeout", "3"), ("--dry-run", "--require")])
+def test_options_that_would_say_nothing_are_refused(options: tuple[str, ...], tmp_path: Path) -> None:
+    done = run("sh", "-c", "echo ran", folder=tmp_path, options=options)
+    assert done.returncode == 2 and not done.stdout and done.stderr.startswith("error: "), done.stderr
+    assert "--dry-run" in done.stderr
+
+
+# A program of two sessions, neither of which ends by itself.
+LASTS = "setsid sh -c 'echo $$ > other; exec sleep 300' & echo $$ > mine; exec sleep 300"
+
+
+def is_running(folder: Path, name: str) -> bool:
+    """Whether the process runs whose number is in this file."""
+    try:
+        return bool(Path(f"/proc/{int((folder / name).read_text())}/cmdline").read_bytes())  # a zombie has none
+    except FileNotFoundError:
+        return False
+
+
+def test_a_dry_run_ends_all_that_it_has_started_when_its_time_is_over(tmp_path: Path) -> None:
+    done = run("sh", "-c", LASTS, folder=tmp_path, options=("--dry-run", "--json", "--timeout", "2"))
+    assert (done.returncode, json.loads(done.stdout)) == (1, {"shares": False, "models": [], "ended_with": None})
+    assert "no model has computed within 2 s (--timeout)" in done.stderr
+    assert not is_running(tmp_path, "mine") and not is_running(tmp_path, "other")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_dry_run_that_is_told_to_end_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "symbiosis", "run", "--dry-run", "--", "sh", "-c", LASTS]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as process:
+        try:
+            eventually(
+                lambda: all((tmp_path / name).is_file() and (tmp_path / name).read_text() for name in ("mine", "other"))
+            )
+            assert list(temporary.iterdir())
+            process.send_signal(number), process.send_signal(number)  # as `timeout` does
+            assert process.wait(30) == 128 + number
+        finally:
+            process.kill()
+            left = [name for name in ("mine", "other") if is_running(tmp_path, name)]
+            for name in left:
+                os.kill(int((tmp_path / name).read_text()), signal.SIGKILL)
+    assert not left and not list(temporary.iterdir())
 
 
 @pytest.mark.full
