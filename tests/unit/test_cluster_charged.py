@@ -17,6 +17,7 @@ from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.protocol.cluster_state import Member, Told
 from symbiosis.server.server_marks import mark_of, new_session_id
 from tests.secret_files import write_secret
+from tests.waits import until
 
 KEY = {"Authorization": "Bearer anna-key-1"}
 PER_S, PROMPT = 1000, 100  # tokens
@@ -97,9 +98,7 @@ class Client:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for something, or for the answer's end."""
-        async with asyncio.timeout(30):
-            while not self.answer.done() and not condition():
-                await asyncio.sleep(0.01)
+        await until(lambda: self.answer.done() or condition(), 30)
 
 
 def charged(

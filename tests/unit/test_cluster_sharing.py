@@ -26,6 +26,7 @@ from symbiosis.server.ipc.tenant_threads import LARGE
 from symbiosis.server.server_marks import mark_of, new_session_id
 from symbiosis.server.sse import SseWriter
 from tests.secret_files import write_secret
+from tests.waits import until
 
 KEYS = {name: {"Authorization": f"Bearer {name}-key-1"} for name in ("alice", "eve")}
 
@@ -134,7 +135,7 @@ def test_too_many_texts_are_called_so(front: RouterState, path: str, body: dict[
 def test_nobody_closes_the_waiting_room_to_others(front: RouterState) -> None:
     async def ask() -> None:
         many = [asyncio.create_task(told(front, "eve", prompt=["a"] * 16, n=64)) for _ in range(8)]
-        await asyncio.sleep(0.1)
+        await until(lambda: front.view.waiting.total() == 4 * 16 * 64)
         eve, alice = await told(front, "eve", n=64), await told(front, "alice", n=64)
         assert eve[0] == 503 and "too many requests wait" in eve[1] and alice[0] == 0, "alice's waits"
         assert sorted(status for status, _ in await asyncio.gather(*many)) == [0] * 4 + [503] * 4
@@ -205,14 +206,13 @@ def test_what_waits_to_be_read_waits(front: RouterState) -> None:
     taken = [front.threads.submit(name, free.wait) for name in "xy"]
 
     async def ask() -> None:
-        asked = asyncio.create_task(told(front, "alice", prompt="a" * 2 * LARGE))
-        await asyncio.sleep(0.1)
-        before = front.view.waiting.copy()
+        asked = asyncio.create_task(told(front, "alice", within_s=60, prompt="a" * 2 * LARGE))
+        await until(lambda: front.view.waiting == {"": 1})
         free.set()
-        await asyncio.sleep(0.1)
-        then = front.view.waiting.copy()
-        await asked
-        assert (before, then, front.view.waiting) == ({"": 1}, {"m": 1}, {})
+        await until(lambda: front.view.waiting == {"m": 1})
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert not front.view.waiting
 
     try:
         asyncio.run(ask())

@@ -22,6 +22,7 @@ from symbiosis.server.labelled_figures import MOST, MOST_KNOWN, OTHER, Labelled
 from symbiosis.server.observer import Observer
 from symbiosis.server.request_record import RequestRecord
 from tests.unit.test_cluster_view import view_of
+from tests.waits import until
 
 KEY = "eves-own-secret-key"
 
@@ -92,10 +93,11 @@ def test_a_refusal_is_told_and_counted_with_its_reason_and_by_whom(
 
 def test_a_key_that_asks_too_much_is_told_of_by_its_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def ask() -> None:
-        async with http(front(tmp_path)) as web:
+        made = front(tmp_path)
+        async with http(made) as web:
             body = {"model": "m", "prompt": "a"}
             first = asyncio.create_task(web.post("/v1/completions", json=body, headers=by_key(KEY)))
-            await asyncio.sleep(0.05)
+            await until(lambda: made.keys.tenant(f"Bearer {KEY}").under_way)
             assert (await web.post("/v1/completions", json=body, headers=by_key(KEY))).status_code == 429
             first.cancel()
             counted = await figures(web, "symbiosis_cluster_refused_requests_total")
@@ -111,7 +113,7 @@ def test_a_flood_is_counted_in_few_lines(tmp_path: Path, caplog: pytest.LogCaptu
             for _ in range(300):
                 await web.get("/v1/models", headers={"Authorization": "Bearer wrong"})
             await web.get("/v1/models/none-such", headers=by_key(KEY))  # of another kind, which the flood does not hide
-            await asyncio.sleep(0.25)
+            await until(lambda: sum(line.get("times", 1) for line in told(caplog)) >= 301)
             counted = await figures(web, "symbiosis_cluster_refused_requests_total")
             assert counted["unknown_key", "401", "unauthenticated"] == 300
 
