@@ -128,14 +128,26 @@ def write_mxfp4(model: nn.Module, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
 
 
-def _groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return integers of 4 bits, and scales and zero points of groups."""
-    grouped = weight.float().view(len(weight), -1, GROUP)
+def _in_order(weight: Tensor) -> Tensor:
+    """Return the group of each column."""
+    return torch.arange(weight.shape[1]) // GROUP
+
+
+def _groups(weight: Tensor, group: Tensor, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return integers of 4 bits, and scales and zero points of these groups of columns."""
+    order = group.argsort(stable=True)
+    grouped = weight.float()[:, order].view(len(weight), -1, GROUP)
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+    if symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
     scale = ((high - low) / 15).clamp(min=1e-8).half()
-    zero = (-low / scale.float()).round().clamp(1, 15)  # GPTQ stores it less 1
-    codes = (grouped / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
-    return codes.view(weight.shape).int(), scale, zero.int()
+    zero = (
+        torch.full_like(low, 8) if symmetric else (-low / scale.float()).round().clamp(1, 15)
+    )  # GPTQ stores it less 1
+    codes = torch.empty(weight.shape)
+    codes[:, order] = (grouped / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15).view(weight.shape)
+    return codes.int(), scale, zero.int()
 
 
 def _of_groups(codes: Tensor, scale: Tensor, zero: Tensor, group: Tensor) -> Tensor:
@@ -150,31 +162,28 @@ def _words(values: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
 
 
 def _gptq(weight: Tensor, in_order: bool = True) -> tuple[Parts, Tensor]:
-    columns = weight.shape[1]
-    group = torch.arange(columns) // GROUP
-    codes, scale, zero = _groups(weight)
+    group = _in_order(weight)
     if not in_order:  # columns in the order of their importance have their groups anywhere
-        group = group[torch.randperm(columns, generator=torch.Generator().manual_seed(0))]
+        group = group[torch.randperm(len(group), generator=torch.Generator().manual_seed(0))]
+    codes, scale, zero = _groups(weight, group)
     parts = {"qweight": _words(codes).t(), "qzeros": _words((zero - 1).t()), "scales": scale.t(), "g_idx": group.int()}
     return parts, _of_groups(codes, scale, zero, group)
 
 
 def _awq(weight: Tensor) -> tuple[Parts, Tensor]:
-    codes, scale, zero = _groups(weight)
+    codes, scale, zero = _groups(weight, _in_order(weight))
     parts = {"qweight": _words(codes.t(), AWQ_ORDER), "qzeros": _words(zero.t(), AWQ_ORDER), "scales": scale.t()}
-    return parts, _of_groups(codes, scale, zero, torch.arange(weight.shape[1]) // GROUP)
+    return parts, _of_groups(codes, scale, zero, _in_order(weight))
 
 
 def _packed(weight: Tensor, symmetric: bool = True) -> tuple[Parts, Tensor]:
-    codes, scale, zero = _groups(weight)
+    codes, scale, zero = _groups(weight, _in_order(weight), symmetric)
     scale = scale.bfloat16()
-    if symmetric:
-        zero = torch.full_like(zero, 8)
     shape = torch.tensor(weight.shape)
     parts = {"weight_packed": _words(codes), "weight_scale": scale, "weight_shape": shape}
     if not symmetric:
         parts["weight_zero_point"] = _words(zero.t()).t()
-    return parts, _of_groups(codes, scale, zero, torch.arange(weight.shape[1]) // GROUP)
+    return parts, _of_groups(codes, scale, zero, _in_order(weight))
 
 
 def _compressed(format: str, **weights: object) -> dict[str, Any]:
