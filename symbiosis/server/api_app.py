@@ -81,6 +81,17 @@ class ApiState:
         this_request().tenant = tenant.name
         return tenant
 
+    def payer(self, request: Request) -> Tenant:
+        """Return who sends a request that computes something. Raises `ApiError` if the key may have nothing more now."""
+        tenant = self.tenant(request)
+        tenant.check(1, self.keys.clock())
+        return tenant
+
+    def trainer(self, request: Request) -> Tenant:
+        """Return who sends a request of Tinker's API, by the key in X-API-Key."""
+        key = request.headers.get("x-api-key")
+        return self.tenant(request, f"Bearer {key}" if key else None)
+
     def administrator(self, request: Request) -> Tenant:
         """Return who sends a request. Raises `ApiError` unless they may add, replace and remove adapters, which belong to everybody."""
         if not (tenant := self.tenant(request)).may_change_adapters:

@@ -26,11 +26,7 @@ def takes(kind: type[Kind], of_administrators: bool = False) -> Callable[[Handle
     def decorated(handler: Handler[Kind]) -> Route:
         @wraps(handler)
         async def route(front: ServingState, request: Request) -> ASGIApp:
-            if of_administrators:
-                tenant = front.administrator(request)
-            else:
-                tenant = front.tenant(request)
-                tenant.check(1, front.keys.clock())
+            tenant = front.administrator(request) if of_administrators else front.payer(request)
             data = await front.bodies.read(request, front.options.max_body_bytes)
             return await handler(front, request, tenant, read(kind, data), len(data))
 

@@ -13,7 +13,7 @@ from symbiosis.server.observer import Observer, Series
 from symbiosis.server.tinker.training_figures import TenantTraining
 from symbiosis.serving.engine.engine_stats import EngineStats, Histogram
 
-Labelled = tuple[str, str, list[str], Mapping[Any, float]]
+FamilyFigures = tuple[str, str, list[str], Mapping[Any, float]]  # name, help, labels, and values by those
 PREFIX = "symbiosis_serve_"
 GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Completions in the batch.", lambda f: f.running),
@@ -88,7 +88,7 @@ class Collected(Collector):
         yield from process_figures(dict(_others(self._engine)) if self._engine else {})
 
 
-def families(kind: Any, prefix: str, several: Iterable[Labelled]) -> Iterator[Metric]:
+def families(kind: Any, prefix: str, several: Iterable[FamilyFigures]) -> Iterator[Metric]:
     """Yield a family for each of several: its name, its help, its labels, and its values by those."""
     for name, help, labels, values in several:
         family = kind(prefix + name, help, labels=labels)
@@ -103,7 +103,7 @@ def _values(training: Mapping[str, TenantTraining], of: Callable[[TenantTraining
 
 def observed(prefix: str, observer: Observer) -> Iterable[Metric]:
     """Yield what is counted of the requests of a process: a server's or a front end's."""
-    counted: list[Labelled] = [
+    counted: list[FamilyFigures] = [
         ("http_requests", "Answers of HTTP.", ["path", "status"], observer.answered),
         ("refused_requests", "Requests that were refused or failed.", ["reason", "status", "tenant"], observer.refused),
         ("unwritten_log_lines", "Lines of logs that could not be written.", ["log"], unwritten),

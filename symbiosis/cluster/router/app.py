@@ -27,7 +27,7 @@ from symbiosis.server import api_app, pooling_routes
 from symbiosis.server.api_app import Api, json_response
 from symbiosis.server.api_errors import ApiError, storing, unknown_model
 from symbiosis.server.api_keys import Tenant
-from symbiosis.server.metrics import Labelled, families, observed
+from symbiosis.server.metrics import FamilyFigures, families, observed
 from symbiosis.server.openai_protocol import decoded
 from symbiosis.server.server_marks import mark_in, mark_in_response
 from symbiosis.server.uploads import received
@@ -90,8 +90,7 @@ def make_app(front: RouterState) -> ASGIApp:
 
 async def _asked_text(front: RouterState, request: Request) -> tuple[Tenant, bytes]:
     """Return who asks for texts, and the body, if there is room for one more."""
-    tenant = front.tenant(request)
-    tenant.check(1, front.keys.clock())
+    tenant = front.payer(request)
     front.check_room(tenant, 1)
     return tenant, await front.bodies.read(request, MOST_BYTES)
 
@@ -148,8 +147,7 @@ async def pooled(front: RouterState, request: Request) -> ASGIApp:
 
 async def tokens(front: RouterState, request: Request) -> ASGIApp:
     """Tell tokens of texts, or texts of tokens."""
-    tenant = front.tenant(request)
-    tenant.check(1, front.keys.clock())
+    tenant = front.payer(request)
     data = await front.bodies.read(request, MOST_BYTES)
     asked = await front.made(request, tenant, len(data), 1, lambda: decoded(NamedModel, data))
     return front.tokens(request, tenant, asked.model, data)
@@ -157,7 +155,7 @@ async def tokens(front: RouterState, request: Request) -> ASGIApp:
 
 async def training(front: RouterState, request: Request) -> ASGIApp:
     """Answer a request of Tinker's API at the server that has its session."""
-    path, tenant = request.url.path, _trainer(front, request)
+    path, tenant = request.url.path, front.trainer(request)
     data = await front.bodies.read(request, MOST_BYTES)
     media = request.headers.get("content-type", "").partition(";")[0]
     ids = await front.made(request, tenant, len(data), 1, lambda: ids_of(data, media))
@@ -174,7 +172,7 @@ async def training(front: RouterState, request: Request) -> ASGIApp:
 
 
 async def finish(front: RouterState, request: Request) -> ASGIApp:
-    _trainer(front, request)
+    front.trainer(request)
     id = request.path_params["id"]
     front.view.look()
     await training_requests.tell_others(front.view, server_of(front.view, mark_in(id)), id, request)
@@ -182,7 +180,7 @@ async def finish(front: RouterState, request: Request) -> ASGIApp:
 
 
 async def capabilities(front: RouterState, request: Request) -> ASGIApp:
-    _trainer(front, request)
+    front.trainer(request)
     front.view.look()
     found = await training_requests.capabilities(front.view, request)
     return json_response({"supported_models": found}) if found else await training(front, request)
@@ -195,14 +193,9 @@ async def signed_file(front: RouterState, request: Request) -> ASGIApp:
 
 
 async def sessions(front: RouterState, request: Request) -> ASGIApp:
-    _trainer(front, request)
+    front.trainer(request)
     front.view.look()
     return json_response({"sessions": await training_requests.sessions(front.view, request)})
-
-
-def _trainer(front: RouterState, request: Request) -> Tenant:
-    """Return who sends a request, by the key in X-API-Key."""
-    return front.tenant(request, f"Bearer {key}" if (key := request.headers.get("x-api-key")) else None)
 
 
 async def models(front: RouterState, request: Request) -> ASGIApp:
@@ -343,7 +336,7 @@ class _Collected:
         seen = {(each.member.model, each.member.name): each for each in view.seen.values()}
         states = {(each.kind, each.model, each.name): each.state for each in view.told.members}
         of_server, of_member, of_tenant = ["model", "server"], ["kind", "model", "member"], ["model", "tenant"]
-        gauges: list[Labelled] = [
+        gauges: list[FamilyFigures] = [
             ("running", "Sequences by server.", of_server, {key: each.told().running for key, each in seen.items()}),
             ("ready", "1 if a server takes requests.", of_server, {key: each.state is State.READY for key, each in seen.items()}),
             ("member_ready", "1 if a process works that is to.", of_member, {key: state == State.READY for key, state in states.items()}),
@@ -353,7 +346,7 @@ class _Collected:
             ),
             ("waiting", "Sequences that wait for a server.", ["model"], view.waiting),
         ]  # fmt: skip
-        counters: list[Labelled] = [
+        counters: list[FamilyFigures] = [
             ("moved", "Requests that left a server, by why.", ["why"], view.moved),
             ("completions", "By model and tenant.", of_tenant, observer.completions),
             ("tokens", "By model and tenant.", of_tenant, observer.tokens),

@@ -89,7 +89,7 @@ class Tinker:
         return [(method, f"/api/v1{path}", handler) for method, path, handler in table + every]
 
     async def client_config(self, front: ServingState, request: Request) -> ASGIApp:
-        tenant_of(front, request)
+        front.trainer(request)
         version = decoded(Sdk, await body_of(front, request, MOST_COMMAND) or b"{}").sdk_version
         if version:
             _check_sdk(version)
@@ -100,7 +100,7 @@ class Tinker:
 
     async def telemetry(self, front: ServingState, request: Request) -> ASGIApp:
         """Take what the SDK tells of its program, and drop it."""
-        tenant_of(front, request)
+        front.trainer(request)
         await body_of(front, request)
         return json_response({"status": "accepted"})
 
@@ -108,7 +108,7 @@ class Tinker:
         return json_response({"status": "ok"}, 200 if front.state == "serving" else 503)
 
     async def capabilities(self, front: ServingState, request: Request) -> ASGIApp:
-        tenant_of(front, request)
+        front.trainer(request)
         longest = front.remote.welcome.longest
         model = {
             "model_name": front.options.model,
@@ -119,13 +119,13 @@ class Tinker:
         return json_response({"supported_models": [model]})
 
     async def create_session(self, front: ServingState, request: Request) -> ASGIApp:
-        tenant = tenant_of(front, request)
+        tenant = front.trainer(request)
         told = decoded(m.CreateSession, await body_of(front, request, MOST_COMMAND))
         _check_sdk(told.sdk_version)
         return json_response(await front.remote.ask_training(dict[str, Any], tenant.name, told))
 
     async def forward_backward(self, front: ServingState, request: Request) -> ASGIApp:
-        tenant = tenant_of(front, request)
+        tenant = front.trainer(request)
         if request.headers.get("content-type", "").partition(";")[0] != PROTOBUF:
             raise wrong(f"forward_backward takes {PROTOBUF}: the SDK {wire.SDKS[-1]} sends it")
         data = await body_of(front, request)
@@ -133,14 +133,14 @@ class Tinker:
         return json_response(await front.remote.ask_training(m.Promise, tenant.name, told))
 
     async def asample(self, front: ServingState, request: Request) -> ASGIApp:
-        tenant = tenant_of(front, request)
+        tenant = front.trainer(request)
         data = await body_of(front, request)
         ask = await front.made(request, tenant, len(data), 1, lambda: self._samples.read(data))
         return json_response(await self._samples.begin(tenant, ask))
 
     async def retrieve_future(self, front: ServingState, request: Request) -> ASGIApp:
         """Answer with the outcome of a promise, or after a while that it is to be asked for again."""
-        tenant = tenant_of(front, request)
+        tenant = front.trainer(request)
         id = decoded(m.Retrieve, await body_of(front, request, MOST_COMMAND)).request_id
         task = self._samples.task(tenant, id) or self._of_engine(front, tenant, id)
         done, _ = await asyncio.wait({task}, timeout=HOLD_S)
@@ -208,7 +208,7 @@ class Tinker:
         return await told(front, request, m.ChangeCheckpoint(**_checkpoint(request), ttl_seconds=seconds or 0))
 
     async def urls(self, front: ServingState, request: Request) -> ASGIApp:
-        tenant = tenant_of(front, request)
+        tenant = front.trainer(request)
         found = await front.remote.ask_training(Signed, tenant.name, m.CheckpointFiles(**_checkpoint(request)))
         base = _asked_at(front, request).removesuffix("/external_weights_urls")
         urls = {
@@ -226,7 +226,7 @@ class Tinker:
         return FileResponse(await front.remote.ask_training(str, "", signed), media_type="application/octet-stream")
 
     async def unknown(self, front: ServingState, request: Request) -> ASGIApp:
-        tenant_of(front, request)
+        front.trainer(request)
         path = request.path_params["rest"][:200]
         raise ApiError(
             HTTPStatus.NOT_FOUND,
@@ -245,11 +245,6 @@ class Signed(msgspec.Struct):
     names: dict[str, str]
 
 
-def tenant_of(front: ServingState, request: Request) -> Tenant:
-    """Return who sends a request, by the key in X-API-Key."""
-    return front.tenant(request, f"Bearer {key}" if (key := request.headers.get("x-api-key")) else None)
-
-
 async def body_of(front: ServingState, request: Request, most: int | None = None) -> bytes:
     return await front.bodies.read(request, most or front.options.max_body_bytes)
 
@@ -258,7 +253,7 @@ def asked(kind: type[m.Asked], /) -> Handler:
     """Return the handler of a verb that is answered at once."""
 
     async def handle(front: ServingState, request: Request) -> ASGIApp:
-        tenant = tenant_of(front, request)
+        tenant = front.trainer(request)
         body: Any = decoded(kind, await body_of(front, request, MOST_COMMAND))
         return json_response(await front.remote.ask_training(dict[str, Any], tenant.name, body))
 
@@ -269,7 +264,7 @@ def promised(kind: type[m.Asked], /, **fields: Any) -> Handler:
     """Return the handler of a verb that is answered with a promise."""
 
     async def handle(front: ServingState, request: Request) -> ASGIApp:
-        tenant = tenant_of(front, request)
+        tenant = front.trainer(request)
         data = await body_of(front, request, MOST_COMMAND)
         try:
             body: Any = decoded(kind, data)
@@ -283,7 +278,7 @@ def promised(kind: type[m.Asked], /, **fields: Any) -> Handler:
 
 async def told(front: ServingState, request: Request, body: Any) -> ASGIApp:
     """Answer with what the service tells; with nothing if that is nothing."""
-    found = await front.remote.ask_training(Any, tenant_of(front, request).name, body)  # type: ignore[arg-type]
+    found = await front.remote.ask_training(Any, front.trainer(request).name, body)  # type: ignore[arg-type]
     return Response(status_code=204) if found is None else json_response(found)
 
 
