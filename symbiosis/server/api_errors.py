@@ -12,6 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 from symbiosis.server.request_record import this_request
+from symbiosis.text import LONGEST
 
 logger = logging.getLogger("symbiosis")
 
@@ -27,11 +28,13 @@ KINDS = {
 
 
 LASTING = (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.INSUFFICIENT_STORAGE)
+FEW_LETTERS = 200  # of a field's name
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ApiError(Exception):
-    """An error that ends a request with this status. `reason` is one of few words, for logs and figures.
+    """An error that ends a request with this status. `reason` is one of few words, for logs and figures. What is told is cut: it may have words of the
+    request.
 
     >>> ApiError(404, "there is no model 'x'", code="model_not_found").body["error"]["type"]
     'not_found_error'
@@ -41,6 +44,7 @@ class ApiError(Exception):
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_s: float = 0.0,
         reason: str = "",
     ) -> None:  # fmt: skip
+        message, param = message[:LONGEST], param and param[:FEW_LETTERS]
         super().__init__(message)
         self.status, self.retry_s = HTTPStatus(status), retry_s
         self.reason = reason or REASONS.get(status, "other")

@@ -3,19 +3,21 @@
 import importlib.util
 import shutil
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from tests.secret_files import write_secret
-from tests.serving_api import Api, http_process
+from tests.serving_api import Api, http_process, web
 
 if importlib.util.find_spec("tinker") is None:
     pytest.skip("needs the package tinker, for its descriptor", allow_module_level=True)
@@ -23,7 +25,7 @@ if importlib.util.find_spec("tinker") is None:
 from symbiosis.server.tinker import disk_shares, samplers, tenant_runs, tinker_service, tinker_sessions, wire
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.tinker_messages import TinkerRefusal
-from tests.process.test_tinker import KEYS, Client, datum, error_of, served
+from tests.process.test_tinker import KEYS, Client, datum, error_of, served, tensor
 
 FEW = 64  # completions that may be under way
 
@@ -90,6 +92,73 @@ def test_sizes_of_samples_are_checked_before_anything_is_made_of_them(
 ) -> None:
     answer = Client(api).post("asample", **{**SAMPLE, **told})
     assert answer.status_code == 400 and fault in error_of(answer), answer.text
+
+
+def test_what_is_kept_of_refusals_is_little(api: Api) -> None:
+    """Each is of 4 MB, and says what is wrong with it."""
+    bob = Client(api, "bob")
+    run, name = bob.run(), "a" * 4_000_000
+    for number, fields in enumerate(({"loss_fn": name}, {"loss_fn_config": {name: 1.0}}, {}), 1):
+        wrong = datum() if fields else datum(**{name: tensor([1.0])})
+        told = wire.messages().ForwardBackwardRequest(
+            **{"loss_fn": "cross_entropy", **fields, "model_id": run, "seq_id": number}
+        )
+        told.data.append(wrong)
+        promise = bob.send_bytes(told.SerializeToString()).json()
+        refused = bob.wait(promise)
+        assert refused["category"] == "user" and 10 < len(refused["error"]) < 2000, refused["error"][:200]
+    assert bob.trained(run, 4).metrics["loss:sum"] > 0
+    bob.post(f"sessions/{bob.session}/finish")
+
+
+METADATA = b'{"a":[' + b",".join([b"{}"] * 20_000) + b"]}"
+
+
+def test_metadata_are_kept_as_they_are_written(api: Api) -> None:
+    bob = Client(api, "bob")
+    headers = {**bob.headers, "Content-Type": "application/json"}
+
+    def begin() -> str:
+        body = b'{"user_metadata":%b,"sdk_version":"%b"}' % (METADATA, wire.SDKS[-1].encode())
+        answer = web.post(f"{bob.url}/create_session", content=body, headers=headers, timeout=60)
+        return str(answer.json()["session_id"])
+
+    begin()
+    tracemalloc.start()
+    try:
+        sessions = [begin() for _ in range(10)]
+        assert tracemalloc.get_traced_memory()[0] < 2_000_000
+        lora = msgspec.json.encode({"rank": 4, "seed": 0})
+        for session in sessions:
+            head = b'{"session_id":"%b","model_seq_id":0,"base_model":"demo"' % session.encode()
+            body = b'%b,"lora_config":%b,"user_metadata":%b}' % (head, lora, METADATA)
+            bob.wait(web.post(f"{bob.url}/create_model", content=body, headers=headers, timeout=60).json())
+        grown = sum(
+            each.size
+            for each in tracemalloc.take_snapshot().statistics("filename")
+            if "msgspec" in each.traceback[0].filename or "symbiosis" in each.traceback[0].filename
+        )
+        assert grown < 5_000_000
+    finally:
+        tracemalloc.stop()
+    assert METADATA in bob.get(f"sessions/{sessions[0]}").content
+    assert METADATA in bob.get(f"training_runs/{sessions[0]}:train:0").content
+    assert bob.get("training_runs?limit=3").content.count(METADATA) == 3
+    saved = b'{"model_id":"%b:train:0","seq_id":1,"path":"a","user_metadata":%b}' % (sessions[0].encode(), METADATA)
+    bob.wait(web.post(f"{bob.url}/save_weights", content=saved, headers=headers, timeout=60).json())
+    assert METADATA in bob.get(f"training_runs/{sessions[0]}:train:0/checkpoints").content
+    wrong = bob.post("create_session", user_metadata=[], sdk_version=wire.SDKS[-1])
+    assert wrong.status_code == 400 and "user_metadata" in error_of(wrong)
+    for session in sessions:
+        bob.post(f"sessions/{session}/finish")
+
+
+def test_sessions_are_counted_with_what_is_on_the_disk(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    bob = Client(api, "bob")
+    monkeypatch.setattr(disk_shares, "COUNT_S", 0.0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
+    answer = bob.post("create_session", user_metadata={"a": "b" * 10_000}, sdk_version=wire.SDKS[-1])
+    assert answer.status_code == 507, answer.text
 
 
 def test_samples_of_one_key_that_wait_are_bounded(api: Api) -> None:

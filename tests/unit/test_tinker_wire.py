@@ -3,7 +3,9 @@
 import asyncio
 import importlib.util
 import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from symbiosis.errors import ConfigError
+from symbiosis.server.api_errors import ApiError
 from symbiosis.server.ipc.engine_ipc import EngineReady, FrontOptions, ReceivedOutput
+from symbiosis.server.ipc.engine_server import _said
 from symbiosis.server.serving_state import ServingState
 from symbiosis.serving.request import Finish, Request, Token
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -21,8 +26,10 @@ if importlib.util.find_spec("tinker") is None:
     pytest.skip("needs the package tinker, for its descriptor", allow_module_level=True)
 
 from symbiosis.server.tinker import wire
+from symbiosis.server.tinker.promises import outcome_after, outcome_of_error
+from symbiosis.server.tinker.routes import Tinker
 from symbiosis.server.tinker.samples import Chunk, Params, SamplePrompt, SampleRequest, Samples
-from symbiosis.server.tinker.tinker_messages import RefusedRequest
+from symbiosis.server.tinker.tinker_messages import PromiseOutcome, RefusedRequest, TinkerRefusal
 
 
 def tokens(count: int, k: int) -> list[Token]:
@@ -72,6 +79,69 @@ def test_shapes_are_looked_at_before_they_are_multiplied(sparse: bool) -> None:
         and refused.refusal == "datum 0: weights has 50000 dimensions: it has one or two"
     )
     assert time.process_time() - began < 1
+
+
+NAMES = "a" * 1_000_000
+
+
+def with_input(told: Any) -> None:
+    told.data[0].loss_fn_inputs[NAMES].dtype = wire.FLOAT32
+
+
+def with_config(told: Any) -> None:
+    told.loss_fn_config_v2[NAMES].text = "a"
+
+
+@pytest.mark.parametrize("change", [with_input, with_config])
+def test_a_refusal_is_short_whatever_is_refused(change: Callable[[Any], None]) -> None:
+    told = wire.messages().ForwardBackwardRequest(model_id="a", seq_id=1, loss_fn="cross_entropy")
+    told.data.add()
+    change(told)
+    refused = wire.read_pass(told.SerializeToString())
+    assert isinstance(refused, RefusedRequest) and len(refused.refusal) < 300
+
+
+@pytest.mark.parametrize(
+    "error", [TinkerRefusal(NAMES), ConfigError(NAMES), ValueError(NAMES), ApiError(400, NAMES, NAMES)]
+)
+def test_what_is_told_and_kept_of_an_error_is_short(error: Exception) -> None:
+    assert len(outcome_of_error(error).error) < 2000
+    assert len(str(_said(error)[0])) < 2000
+    if isinstance(error, ApiError):
+        assert len(bytes(error.response().body)) < 2000
+
+
+def test_what_makes_an_outcome_is_let_go_with_its_data() -> None:
+    class Data:
+        pass
+
+    begun, data = Future[float](), Data()
+    ref = weakref.ref(data)
+    outcome = outcome_after(begun, lambda _, data=data: PromiseOutcome())
+    del data
+    begun.set_result(0.5)  # which is kept for whoever asks for it again
+    assert outcome.result() == PromiseOutcome() and ref() is None
+
+
+def test_what_is_unknown_is_not_kept() -> None:
+    front = front_of([])
+    unknown: Any = front.remote
+
+    async def ask_training(*_: Any) -> str:
+        raise ApiError(410, "nothing is known of this request")
+
+    async def main() -> None:
+        unknown.ask_training = ask_training
+        tinker, loop = Tinker(front), asyncio.get_running_loop()
+        for number in range(100):
+            with pytest.raises(ApiError):
+                await tinker._of_engine(front, front.keys.nobody, str(number))
+        with pytest.raises(ApiError):
+            tinker._of_engine(front, front.keys.nobody, "a" * 257)
+        await asyncio.sleep(0)
+        assert not tinker._awaited and not loop._scheduled  # type: ignore[attr-defined]
+
+    asyncio.run(main())
 
 
 def front_of(told: list[Token]) -> ServingState:

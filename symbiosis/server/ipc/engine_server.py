@@ -40,6 +40,7 @@ from symbiosis.server.ipc.tenant_threads import TenantThreads
 from symbiosis.server.tinker.tinker_messages import AnyAsked, CountSessions, TinkerRefusal
 from symbiosis.serving.engine.engine_stats import EngineStats
 from symbiosis.serving.request import Output, Request
+from symbiosis.text import LONGEST, shown
 
 if TYPE_CHECKING:  # it imports torch
     from symbiosis.serving import Engine
@@ -262,12 +263,12 @@ def _answer_with(number: int, result: object) -> Answer:
 
 
 def without_paths(text: str) -> str:
-    """Return a message without the paths of this host, for people who must not know them.
+    """Return a message, cut, without the paths of this host, for people who must not know them.
 
     >>> without_paths("no executor at local:///run/user/0/executor.sock any more: see GET /v1/models")
     'no executor at ... any more: see GET /v1/models'
     """
-    return PATH.sub("...", text)
+    return PATH.sub("...", text[:LONGEST])
 
 
 def _said(error: Exception) -> tuple[str, int]:
@@ -279,5 +280,5 @@ def _said(error: Exception) -> tuple[str, int]:
     if isinstance(error, SymbiosisError):
         status = HTTPStatus.NOT_FOUND if isinstance(error, UnknownAdapter) else HTTPStatus.BAD_REQUEST
         return without_paths(str(error)), status
-    logger.error("a request failed: %s: %s", type(error).__name__, error, exc_info=tracebacks.of(error))
+    logger.error("a request failed: %s: %s", type(error).__name__, shown(str(error)), exc_info=tracebacks.of(error))
     return f"the server failed: {type(error).__name__}. Its log says more", HTTPStatus.INTERNAL_SERVER_ERROR

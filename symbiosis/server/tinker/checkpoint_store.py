@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 
-from symbiosis.server.tinker.tinker_messages import LoraSettings, TinkerRefusal
+from symbiosis.server.tinker.tinker_messages import LoraSettings, TinkerRefusal, WithMetadata
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}  # by what paths call them
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,127}")
 RUN = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
 PRIVATE = "tinker/"  # with which the names of adapters begin that no route takes
 FACTS, RUN_FACTS = "checkpoint.json", "run.json"
+NOTHING = msgspec.Raw(b"null")
 SHORTEST_TTL, LONGEST_TTL = 3600, 10 * 366 * 86400
 
 
@@ -30,15 +31,20 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str
     lora: LoraSettings
     created: float
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: msgspec.Raw = NOTHING
     fingerprint: str = ""  # of the base
+
+    @property
+    def in_memory(self) -> "RunFacts":
+        """What is kept of a run that goes on: its metadata are on the disk only."""
+        return msgspec.structs.replace(self, user_metadata=NOTHING)
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     time: float
     expires: float | None = None
     public: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: msgspec.Raw = NOTHING
     number: int | None = None  # of the request that saved it: done again after a crash, it writes the same one
 
 
@@ -68,6 +74,15 @@ class StoredCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
             "tinker_path": self.path, "size_bytes": size, "public": self.facts.public, "user_metadata": self.facts.user_metadata,
         }  # fmt: skip
         return told | ({"expires_at": moment(self.facts.expires)} if self.facts.expires else {})
+
+
+def metadata(asked: WithMetadata) -> msgspec.Raw:
+    """Return what a client tells of what it begins or saves, as JSON.
+
+    >>> msgspec.json.encode({"user_metadata": metadata(WithMetadata(metadata=b'{"a":1}'))})
+    b'{"user_metadata":{"a":1}}'
+    """
+    return msgspec.Raw(asked.metadata) if asked.metadata else NOTHING
 
 
 def moment(seconds: float) -> str:
@@ -159,7 +174,7 @@ class CheckpointStore:
         write: Callable[[Path], object],
         number: int,
         ttl: int | None,
-        metadata: dict[str, str] | None,
+        metadata: msgspec.Raw,
     ) -> None:
         """Have a checkpoint written, and put it in its place as a whole."""
         check_ttl(ttl)

@@ -14,7 +14,7 @@ logger = logging.getLogger("symbiosis")
 
 
 def outcome_after(begun: "Future[Any]", made: Callable[[Any], PromiseOutcome]) -> "Future[PromiseOutcome]":
-    """Return what is made of a result, or of its failure.
+    """Return what is made of a result, or of its failure. What makes it is let go then, with the data that it knows.
 
     >>> begun, failed = Future(), Future()
     >>> begun.set_result(0.5); failed.set_exception(TinkerRefusal("no such loss"))
@@ -24,10 +24,11 @@ def outcome_after(begun: "Future[Any]", made: Callable[[Any], PromiseOutcome]) -
     'user'
     """
     done: Future[PromiseOutcome] = Future()
+    left = [made]  # a future keeps its callbacks
 
     def take(begun: "Future[Any]") -> None:
         try:
-            outcome = made(begun.result())
+            outcome = left.pop()(begun.result())
         except Exception as error:
             outcome = outcome_of_error(error)
         with suppress(InvalidStateError):  # its session has ended

@@ -3,6 +3,7 @@ OpenAI's completions, with the same limits."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 from symbiosis.server.api_app import URL_HEADER, json_response
 from symbiosis.server.api_errors import ApiError, wrong
 from symbiosis.server.api_keys import Tenant
+from symbiosis.server.openai_fields import RAW
 from symbiosis.server.openai_protocol import decoded
 from symbiosis.server.request_record import this_request
 from symbiosis.server.serving_state import ServingState
@@ -27,6 +29,7 @@ KEPT_S = 60.0  # what has come and nobody has fetched
 MOST_COMMAND = 64 << 10  # bytes of a body without data or a prompt: what it tells is kept with a session or a run
 PROTOBUF = "application/x-protobuf"
 Kind = TypeVar("Kind", bound=m.Asked)
+Awaited = tuple[str, str]  # tenant and request
 Handler = Callable[[ServingState, Request], Coroutine[Any, Any, ASGIApp]]
 
 
@@ -40,9 +43,8 @@ class Tinker:
     def __init__(self, front: ServingState) -> None:
         wire.messages()
         self._samples = Samples(front)
-        self._awaited: dict[
-            tuple[str, str], asyncio.Task[m.PromiseOutcome]
-        ] = {}  # promises of the engine, by tenant and request
+        self._awaited: dict[Awaited, asyncio.Task[m.PromiseOutcome]] = {}  # promises of the engine
+        self._came: dict[Awaited, asyncio.TimerHandle] = {}  # those that nobody has fetched, until they are forgotten
 
     @property
     def table(self) -> list[tuple[str, str, Handler]]:
@@ -120,7 +122,7 @@ class Tinker:
 
     async def create_session(self, front: ServingState, request: Request) -> ASGIApp:
         tenant = front.trainer(request)
-        told = decoded(m.CreateSession, await body_of(front, request, MOST_COMMAND))
+        told = command_of(m.CreateSession, await body_of(front, request, MOST_COMMAND))
         _check_sdk(told.sdk_version)
         return json_response(await front.remote.ask_training(dict[str, Any], tenant.name, told))
 
@@ -146,7 +148,7 @@ class Tinker:
         done, _ = await asyncio.wait({task}, timeout=HOLD_S)
         if not done:
             return json_response({"type": "try_again", "request_id": id, "queue_state": "active"})
-        self._awaited.pop((tenant.name, id), None)  # the engine's process has what has come
+        self._forget((tenant.name, id))  # the engine's process has what has come
         found = task.result()
         if isinstance(found, m.PromiseOutcome):
             data, media = wire.outcome_bytes(found)
@@ -155,19 +157,28 @@ class Tinker:
 
     def _of_engine(self, front: ServingState, tenant: Tenant, id: str) -> "asyncio.Task[Any]":
         """Return the one task that waits for a promise of the engine, however often it is asked for."""
+        if len(id) > m.LONGEST_ID:
+            raise ApiError(HTTPStatus.GONE, m.UNKNOWN)
         key = tenant.name, id
         if (task := self._awaited.get(key)) is None:
             task = asyncio.create_task(
                 front.remote.ask_training(m.PromiseOutcome, tenant.name, m.Retrieve(request_id=id))
             )
             self._awaited[key] = task
-            loop = asyncio.get_running_loop()
-            task.add_done_callback(lambda _: loop.call_later(KEPT_S, self._forget, key, task))
+            task.add_done_callback(partial(self._has_come, key))
         return task
 
-    def _forget(self, key: tuple[str, str], task: "asyncio.Task[m.PromiseOutcome]") -> None:
-        if self._awaited.get(key) is task:
-            del self._awaited[key]
+    def _has_come(self, key: Awaited, task: "asyncio.Task[m.PromiseOutcome]") -> None:
+        """Keep for a while what has come; what is unknown is not kept."""
+        if task.cancelled() or task.exception() is not None:
+            self._forget(key)
+        else:
+            self._came[key] = asyncio.get_running_loop().call_later(KEPT_S, self._forget, key)
+
+    def _forget(self, key: Awaited) -> None:
+        self._awaited.pop(key, None)
+        if (timer := self._came.pop(key, None)) is not None:
+            timer.cancel()
 
     async def sampler(self, front: ServingState, request: Request) -> ASGIApp:
         return await told(front, request, m.GetSampler(sampler_id=request.path_params["id"]))
@@ -239,6 +250,10 @@ class Ttl(msgspec.Struct):
     ttl_seconds: int | None = None
 
 
+class Metadata(msgspec.Struct):
+    user_metadata: msgspec.Raw = RAW
+
+
 class Signed(msgspec.Struct):
     expires: str
     at: int
@@ -267,7 +282,7 @@ def promised(kind: type[m.Asked], /, **fields: Any) -> Handler:
         tenant = front.trainer(request)
         data = await body_of(front, request, MOST_COMMAND)
         try:
-            body: Any = decoded(kind, data)
+            body: Any = command_of(kind, data)
             body = msgspec.structs.replace(body, **fields) if fields else body
         except ApiError as wrong:
             body = _refused(data, wrong)
@@ -277,9 +292,28 @@ def promised(kind: type[m.Asked], /, **fields: Any) -> Handler:
 
 
 async def told(front: ServingState, request: Request, body: Any) -> ASGIApp:
-    """Answer with what the service tells; with nothing if that is nothing."""
+    """Answer with what the service tells, which may be JSON; with nothing if that is nothing."""
     found = await front.remote.ask_training(Any, front.trainer(request).name, body)  # type: ignore[arg-type]
+    if isinstance(found, bytes):
+        return Response(found, media_type="application/json")
     return Response(status_code=204) if found is None else json_response(found)
+
+
+def command_of(kind: type[Kind], data: bytes) -> Kind:
+    """Return what a body asks for. Its metadata stay as they are written.
+
+    >>> command_of(m.CreateSession, b'{"user_metadata": {"a": [{}, {}]}}').metadata
+    b'{"a": [{}, {}]}'
+    """
+    body = decoded(kind, data)
+    if not isinstance(body, m.WithMetadata):
+        return body
+    metadata = bytes(decoded(Metadata, data).user_metadata)
+    if metadata in (b"", b"null"):
+        return msgspec.structs.replace(body, metadata=b"")
+    if not metadata.startswith(b"{"):
+        raise wrong("user_metadata is an object, or null", "user_metadata")
+    return msgspec.structs.replace(body, metadata=metadata)
 
 
 def _refused(data: bytes, wrong: ApiError) -> m.RefusedRequest:

@@ -1,4 +1,4 @@
-"""What is told of runs, sessions and checkpoints, and the addresses from which adapters are downloaded."""
+"""What is told of runs, sessions and checkpoints, as JSON, and the addresses from which adapters are downloaded."""
 
 import hmac
 import os
@@ -7,6 +7,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from symbiosis.base.secret_files import create_secret
 from symbiosis.server.tinker import tinker_messages as m
@@ -40,13 +42,13 @@ class RunListing:
             "train_mlp": run.lora.train_mlp, "train_attn": run.lora.train_attn,
         }  # fmt: skip
 
-    def runs(self, tenant: str, asked: m.ListRuns) -> Any:
+    def runs(self, tenant: str, asked: m.ListRuns) -> bytes:
         found = self._checkpoints.runs(tenant)
         told = [self._told_run(id, facts) for id, facts in found[asked.offset : asked.offset + asked.limit]]
-        return {"training_runs": told, "cursor": _cursor(asked, len(found))}
+        return as_json({"training_runs": told, "cursor": _cursor(asked, len(found))})
 
-    def run(self, tenant: str, asked: m.GetRun) -> Any:
-        return self._told_run(asked.run_id, self._checkpoints.run(asked.run_id, tenant))
+    def run(self, tenant: str, asked: m.GetRun) -> bytes:
+        return as_json(self._told_run(asked.run_id, self._checkpoints.run(asked.run_id, tenant)))
 
     def _told_run(self, id: str, facts: RunFacts) -> dict[str, Any]:
         saved = self._checkpoints.of_run(id, facts.tenant)
@@ -62,22 +64,21 @@ class RunListing:
             "last_sampler_checkpoint": last["sampler_weights"], "user_metadata": facts.user_metadata,
         }  # fmt: skip
 
-    def session(self, tenant: str, asked: m.GetSession) -> Any:
+    def session(self, tenant: str, asked: m.GetSession) -> bytes:
         session = self._sessions.get(asked.session_id)
-        if session is None or session.tenant != tenant:
+        if session is None or session.tenant != tenant or (facts := session.facts) is None:
             raise TinkerRefusal(f"there is no session {asked.session_id[:80]!r}", 404)
-        settings = session.facts.settings
-        return {
+        return as_json({
             "training_run_ids": [each.id for each in self._runs.of_session(session)], "sampler_ids": self._samplers.of_session(session),
-            "user_metadata": settings.user_metadata, "display_name": settings.display_name,
-        }  # fmt: skip
+            "user_metadata": facts.user_metadata, "display_name": facts.display_name,
+        })  # fmt: skip
 
-    def checkpoints(self, tenant: str, asked: m.ListCheckpoints) -> Any:
+    def checkpoints(self, tenant: str, asked: m.ListCheckpoints) -> bytes:
         if asked.run_id is not None:
-            return {"checkpoints": [each.told() for each in self._checkpoints.of_run(asked.run_id, tenant)]}
+            return as_json({"checkpoints": [each.told() for each in self._checkpoints.of_run(asked.run_id, tenant)]})
         found = self._checkpoints.of_tenant(tenant)
         told = [each.told() for each in found[asked.offset : asked.offset + asked.limit]]
-        return {"checkpoints": told, "cursor": _cursor(asked, len(found))}
+        return as_json({"checkpoints": told, "cursor": _cursor(asked, len(found))})
 
     def change(self, tenant: str, asked: m.ChangeCheckpoint) -> Any:
         found = self._checkpoints.find(f"tinker://{asked.run_id}/{asked.checkpoint_id}", tenant, own=True)
@@ -129,6 +130,11 @@ def _secret_in(file: Path) -> bytes:
             file.hardlink_to(own)
         own.unlink()
     return file.read_bytes()
+
+
+def as_json(told: dict[str, Any]) -> bytes:
+    """Return what the other process passes on as it is: metadata are JSON, of which nothing is made."""
+    return msgspec.json.encode(told)
 
 
 def _cursor(asked: m.ListRuns | m.ListCheckpoints, total: int) -> dict[str, int]:

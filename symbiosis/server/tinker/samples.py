@@ -13,7 +13,7 @@ from symbiosis.server.api_errors import ApiError, busy, failed, wrong
 from symbiosis.server.api_keys import Tenant
 from symbiosis.server.generation import Delta, join
 from symbiosis.server.openai_fields import RAW
-from symbiosis.server.openai_protocol import CompletionBody, decoded
+from symbiosis.server.openai_protocol import CompletionBody, Whole, decoded
 from symbiosis.server.request_record import begin
 from symbiosis.server.response_format import told_prompt
 from symbiosis.server.server_marks import new_session_id
@@ -60,7 +60,7 @@ class SampleRequest(msgspec.Struct):
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Whole | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0

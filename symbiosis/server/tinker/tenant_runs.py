@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from symbiosis.errors import Busy, SymbiosisError
 from symbiosis.server.ipc.tenant_threads import TenantThreads
 from symbiosis.server.tinker import tinker_messages as m
-from symbiosis.server.tinker.checkpoint_store import CheckpointStore, RunFacts, StoredCheckpoint, private_name
+from symbiosis.server.tinker.checkpoint_store import CheckpointStore, RunFacts, StoredCheckpoint, metadata, private_name
 from symbiosis.server.tinker.disk_shares import DiskShares
 from symbiosis.server.tinker.lora_targets import lora_config
 from symbiosis.server.tinker.pass_data import outcome_of_pass, pass_request
@@ -132,7 +132,7 @@ class TenantRuns:
             raise TinkerRefusal("create_model needs a lora_config: this server trains adapters, and no base")
         lora_config(asked.lora_config, self._config)
         facts = RunFacts(
-            tenant=tenant, base_model=self._model, lora=asked.lora_config, created=time.time(), user_metadata=asked.user_metadata,
+            tenant=tenant, base_model=self._model, lora=asked.lora_config, created=time.time(), user_metadata=metadata(asked),
             fingerprint=self._fingerprint,
         )  # fmt: skip
         return self._begin(tenant, asked.session_id, asked.model_seq_id, facts, asked)
@@ -148,7 +148,7 @@ class TenantRuns:
         if asked.base_model is not None:
             self._samplers.check_base(asked.base_model)
         facts = RunFacts(
-            tenant=tenant, base_model=self._model, lora=found.run.lora, created=time.time(), user_metadata=asked.user_metadata,
+            tenant=tenant, base_model=self._model, lora=found.run.lora, created=time.time(), user_metadata=metadata(asked),
             fingerprint=self._fingerprint,
         )  # fmt: skip
         return self._begin(tenant, asked.session_id, asked.model_seq_id, facts, asked)
@@ -162,7 +162,7 @@ class TenantRuns:
             raise TinkerRefusal(f"model_seq_id is a number from 0 on, and not {number}")
         id = f"{session.id}:train:{number}"
         promise = m.Promise(request_id=f"{id}/0", model_id=id)
-        self._shares.take(tenant, RUN_BYTES)
+        self._shares.take(tenant, RUN_BYTES + 2 * len(asked.metadata))
         elsewhere = self._sessions.elsewhere.count(tenant, f"*{REQUESTS}")
         with self._lock:
             if (known := self._runs.get(id)) is not None:
@@ -171,7 +171,7 @@ class TenantRuns:
             if elsewhere + sum(each.tenant == tenant for each in self._runs.values()) >= RUNS:
                 raise TinkerRefusal(f"this key has {RUNS} runs: finish some of its sessions", 429)
             requests = RequestFolder(session.folder / f"{number}{REQUESTS}")
-            run = self._runs[id] = TenantRun(id, tenant, facts, requests)
+            run = self._runs[id] = TenantRun(id, tenant, facts.in_memory, requests)
         self._checkpoints.begin_run(id, facts)
         run.requests.put(0, asked)
         self._makers.submit(tenant, partial(self._make, run, False))
@@ -187,7 +187,7 @@ class TenantRuns:
                 if facts is None or requests.get(0) is None:
                     requests.remove()
                     continue
-                run = self._runs[id] = TenantRun(id, facts.tenant, facts, requests)
+                run = self._runs[id] = TenantRun(id, facts.tenant, facts.in_memory, requests)
                 self._makers.submit(run.tenant, partial(self._make, run, id in there))
         for id in there - self._runs.keys():
             self._makers.submit("", partial(self._remove, id))
@@ -287,7 +287,7 @@ class TenantRuns:
         id, _, number = asked.request_id.rpartition("/")
         run = self.get(tenant, id)
         if run is None or not number.isdecimal() or len(number) > 20:
-            raise TinkerRefusal("nothing is known of this request, or its session has ended", 410)
+            raise TinkerRefusal(m.UNKNOWN, 410)
         self._sessions.of(tenant, id.partition(":")[0])
         if number == "0":
             return run.created
@@ -357,7 +357,7 @@ class TenantRuns:
 
         def save() -> None:
             target = self._checkpoints.place(run.id, kind, asked.path, asked.seq_id, asked.overwrite)
-            self._checkpoints.put(target, write, asked.seq_id, asked.ttl_seconds, asked.user_metadata)
+            self._checkpoints.put(target, write, asked.seq_id, asked.ttl_seconds, metadata(asked))
 
         told = _body(verb, path=f"tinker://{run.id}/{kind}/{asked.path}")
         return outcome_after(submit("call", save), lambda _: told)
@@ -371,7 +371,7 @@ class TenantRuns:
 
         def save() -> None:
             target = self._checkpoints.place(run.id, "sampler_weights", name, asked.seq_id)
-            self._checkpoints.put(target, write, asked.seq_id, asked.ttl_seconds, asked.user_metadata)
+            self._checkpoints.put(target, write, asked.seq_id, asked.ttl_seconds, metadata(asked))
 
         told = _body("save_weights_for_sampler", path=f"tinker://{run.id}/sampler_weights/{name}")
         return outcome_after(submit("call", save), lambda _: told)

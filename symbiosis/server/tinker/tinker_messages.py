@@ -5,18 +5,22 @@ from typing import Any, Literal
 import msgspec
 
 from symbiosis.errors import ConfigError
+from symbiosis.text import shown
+
+LONGEST_ID = 256  # letters of what a promise is asked for by
+UNKNOWN = "nothing is known of this request, or its session has ended"
 
 
 class TinkerRefusal(ConfigError):
     """A request that is not carried out, with the status of HTTP that Tinker's SDK acts upon: 410 and others below 500 are final, but for 408
-    and 429, which it sends again.
+    and 429, which it sends again. Its text is kept with the request, so it is cut.
 
-    >>> TinkerRefusal("the session has ended", 410).status
-    410
+    >>> TinkerRefusal("the session has ended", 410).status, len(str(TinkerRefusal("a" * 100_000)))
+    (410, 1024)
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
+        super().__init__(shown(message))
         self.status = status
 
 
@@ -45,12 +49,16 @@ class AdamSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     grad_clip_norm: float = 0.0
 
 
-class CreateSession(Asked):
+class WithMetadata(Asked, kw_only=True):
+    """`metadata` is the JSON of `user_metadata`, of which nothing is made: nobody here reads it."""
+
+    metadata: bytes = b""
+
+
+class CreateSession(WithMetadata):
     """`session_id`: that of a session which has begun at another server."""
 
     session_id: str | None = None
-    tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
     display_name: str | None = None
 
@@ -63,16 +71,15 @@ class FinishSession(Asked):
     session_id: str
 
 
-class CreateModel(Asked):
+class CreateModel(WithMetadata):
     session_id: str
     model_seq_id: int
     base_model: str
     lora_config: LoraSettings | None = None
     optimizer_config: OptimizerKind = OptimizerKind()
-    user_metadata: dict[str, Any] | None = None
 
 
-class LoadWeights(Asked):
+class LoadWeights(WithMetadata):
     """Onto a run that is there (`model_id`), or a new one of a session."""
 
     path: str
@@ -82,7 +89,6 @@ class LoadWeights(Asked):
     session_id: str | None = None
     model_seq_id: int | None = None
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerKind | None = None
 
 
@@ -127,7 +133,7 @@ class OptimStep(Asked):
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveWeights(Asked):
+class SaveWeights(WithMetadata):
     """`kind` is training: with the optimizer; external: as PEFT saves it."""
 
     model_id: str
@@ -136,10 +142,9 @@ class SaveWeights(Asked):
     kind: Literal["training", "external"] = "training"
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
 
 
-class SaveForSampler(Asked):
+class SaveForSampler(WithMetadata):
     """To a path; or as a sampler of its own, or of what the run's inflight samplers have."""
 
     model_id: str
@@ -148,7 +153,6 @@ class SaveForSampler(Asked):
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
 
 
 class GetInfo(Asked):

@@ -41,9 +41,9 @@ class TrainingService:
         self._engine, self._model, self._tokenizer = engine, model, tokenizer
         self._state = state_folder(folder, server)
         self.checkpoints = CheckpointStore(folder)
-        self._sessions = TinkerSessions(self._state / SESSIONS, self._forget, server)
-        self._samplers = Samplers(engine, self.checkpoints, self._sessions, model)
         shares = DiskShares(self._folders_of, partial(free_at, folder))
+        self._sessions = TinkerSessions(self._state / SESSIONS, self._forget, shares, server)
+        self._samplers = Samplers(engine, self.checkpoints, self._sessions, model)
         self.runs = TenantRuns(
             trainer, engine.config, self.checkpoints, self._sessions, self._samplers, model, shares, engine.fingerprint
         )

@@ -13,13 +13,15 @@ import msgspec
 
 from symbiosis.server.server_marks import ID, mark_in, mark_of, new_session_id
 from symbiosis.server.tinker import tinker_messages as m
-from symbiosis.server.tinker.checkpoint_store import read_facts, write_facts
+from symbiosis.server.tinker.checkpoint_store import NOTHING, metadata, read_facts, write_facts
+from symbiosis.server.tinker.disk_shares import DiskShares
 from symbiosis.server.tinker.tinker_messages import TinkerRefusal
 
 logger = logging.getLogger("symbiosis")
 
 SESSION_S = 600.0  # a session that is silent for so long has ended: the SDK says every 10 s that it is there
 SESSIONS = 4096  # of one tenant, at a time
+SESSION_BYTES = 1 << 12  # that a session takes on the disk when it begins
 FACTS = "session.json"
 WARNING = (
     "This server computes importance_sampling where stable_reinforce is asked for (its formula is not published; kl_coeff is not used), "
@@ -28,21 +30,28 @@ WARNING = (
 
 
 class SessionFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a session, in its folder."""
+
     tenant: str
     created: float
-    settings: m.CreateSession
+    display_name: str | None = None
+    user_metadata: msgspec.Raw = NOTHING
 
 
 @dataclass(eq=False)
 class TinkerSession:
+    """A session. What its client has told of it is on the disk only."""
+
     id: str
-    facts: SessionFacts
+    tenant: str
+    created: float
     folder: Path
     seen: float
 
     @property
-    def tenant(self) -> str:
-        return self.facts.tenant
+    def facts(self) -> SessionFacts | None:
+        """What its folder tells; None, if it has just ended."""
+        return read_facts(self.folder / FACTS, SessionFacts)  # type: ignore[no-any-return]
 
 
 class SessionsElsewhere:
@@ -87,12 +96,17 @@ class TinkerSessions:
         folder: In which each has a folder.
         when_over: Called with a session that has ended, before its folder goes, and with the reason.
         server: The name of this server among those that share checkpoints.
+        shares: What tenants may have on the disk.
     """
 
     def __init__(
-        self, folder: Path, when_over: Callable[[TinkerSession, str], object], server: str | None = None
+        self,
+        folder: Path,
+        when_over: Callable[[TinkerSession, str], object],
+        shares: DiskShares,
+        server: str | None = None,
     ) -> None:
-        self.folder, self._when_over, self._server = folder, when_over, server
+        self.folder, self._when_over, self._shares, self._server = folder, when_over, shares, server
         self.elsewhere = SessionsElsewhere(folder, server)
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -100,7 +114,7 @@ class TinkerSessions:
         now = time.monotonic()
         for each in folder.iterdir():
             if (facts := read_facts(each / FACTS, SessionFacts)) is not None:
-                self._sessions[each.name] = TinkerSession(each.name, facts, each, now)
+                self._sessions[each.name] = TinkerSession(each.name, facts.tenant, facts.created, each, now)
             else:  # of a process that was killed in between
                 shutil.rmtree(each, ignore_errors=True)
 
@@ -114,6 +128,7 @@ class TinkerSessions:
         return self._sessions.get(id)
 
     def create(self, tenant: str, asked: m.CreateSession) -> Any:
+        self._shares.take(tenant, SESSION_BYTES + len(asked.metadata))
         with self._lock:
             if asked.session_id is not None and self._is_there(tenant, asked.session_id):
                 return {"type": "create_session", "session_id": asked.session_id, "warning_message": WARNING}
@@ -123,9 +138,11 @@ class TinkerSessions:
             id = asked.session_id or new_session_id(self._server)
             folder = self.folder / id
             folder.mkdir(mode=0o700)
-            facts = SessionFacts(tenant=tenant, created=time.time(), settings=asked)
+            facts = SessionFacts(
+                tenant=tenant, created=time.time(), display_name=asked.display_name, user_metadata=metadata(asked)
+            )
             write_facts(folder / FACTS, facts)
-            self._sessions[id] = TinkerSession(id, facts, folder, time.monotonic())
+            self._sessions[id] = TinkerSession(id, tenant, facts.created, folder, time.monotonic())
         return {"type": "create_session", "session_id": id, "warning_message": WARNING}
 
     def _is_there(self, tenant: str, id: str) -> bool:
@@ -174,5 +191,5 @@ class TinkerSessions:
         shutil.rmtree(session.folder, ignore_errors=True)
 
     def list(self, tenant: str, asked: m.ListSessions) -> Any:
-        mine = sorted((each for each in self if each.tenant == tenant), key=lambda each: -each.facts.created)
+        mine = sorted((each for each in self if each.tenant == tenant), key=lambda each: -each.created)
         return {"sessions": [each.id for each in mine][asked.offset : asked.offset + asked.limit]}
