@@ -94,7 +94,7 @@ class ApiState:
 
     def administrator(self, request: Request) -> Tenant:
         """Return who sends a request. Raises `ApiError` unless they may add, replace and remove adapters, which belong to everybody."""
-        if not (tenant := self.tenant(request)).may_change_adapters:
+        if not (tenant := self.tenant(request)).line.may_change_adapters:
             message = "this key may not change adapters: `admin` in its line of the server's keys allows it"
             raise ApiError(403, message, code="forbidden", reason="not_administrator")
         return tenant

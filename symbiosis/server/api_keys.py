@@ -1,49 +1,45 @@
 """API keys: who asks, and how much each may ask for at a time. The file is read again when it changes."""
 
-import hashlib
 import hmac
 import logging
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 
 from symbiosis.base.allowance import TokenBucket
-from symbiosis.base.curve_keys import moment
-from symbiosis.base.secret_files import read_secret
+from symbiosis.base.key_lines import KeyLine, digest, read_keys
 from symbiosis.errors import ConfigError
 from symbiosis.server.api_errors import ApiError, wrong
 
 logger = logging.getLogger("symbiosis")
 
-LINE = "a line of it is `NAME KEY`, and may end in requests=NUMBER, tokens_per_s=NUMBER, admin, and old_key=KEY with old_key_expires=DATE"
 LOOK_EVERY_S = 1.0
-SHORTEST_KEY, LONGEST_FILE = 8, 16 << 20
-NUMBER = re.compile("[0-9]{1,15}")
 
 
-@dataclass
 class Tenant:
-    """The owner of a key. Where there are no keys, everybody is one tenant without limits."""
+    """The owner of a key: what its line says, and what it has. Where there are no keys, everybody is one tenant without limits."""
 
-    name: str = ""
-    digest: bytes = b""
-    old_digest: bytes = b""  # of a key that is being exchanged; empty: there is none
-    old_expires: float = inf  # in seconds since 1970
-    requests: int = 0  # most under way; 0: any number
-    tokens: TokenBucket = field(default_factory=lambda: TokenBucket(0, 0))
-    may_change_adapters: bool = False
-    under_way: int = 0
+    def __init__(self, line: KeyLine) -> None:
+        self.name, self.line = line.name, line
+        self.tokens = TokenBucket(line.tokens_per_s, line.tokens_per_s)
+        self.under_way = 0
+
+    def take(self, line: KeyLine) -> None:
+        """Take over what its line says by now. It keeps what it has under way, and owes."""
+        before = self.tokens
+        self.line, self.tokens = line, TokenBucket(line.tokens_per_s, line.tokens_per_s)
+        if before.per_s and line.tokens_per_s:  # without a limit nothing is owed, nor saved up
+            self.tokens.owed, self.tokens.since = before.owed, before.since
 
     def check(self, requests: int, now: float) -> None:
         """Raise `ApiError` if so many more requests are too many, or if the tenant owes tokens."""
-        if self.requests and requests > self.requests:
-            raise wrong(f"this key may have {self.requests} requests under way, and this would be {requests}", "n")
-        if self.requests and self.under_way + requests > self.requests:
+        most = self.line.requests
+        if most and requests > most:
+            raise wrong(f"this key may have {most} requests under way, and this would be {requests}", "n")
+        if most and self.under_way + requests > most:
             raise too_many(
-                f"this key may have {self.requests} requests under way, and has {self.under_way}",
+                f"this key may have {most} requests under way, and has {self.under_way}",
                 1.0,
                 "requests_of_key",
             )
@@ -62,7 +58,7 @@ class Tenant:
 class Admission:
     """What a tenant has been let in with, until it ends: so many requests, and as many tokens as they may come to.
 
-    >>> tenant = Tenant("anna", tokens=TokenBucket(10, 10))
+    >>> tenant = Tenant(KeyLine("anna", tokens_per_s=10))
     >>> admission = tenant.admit(1, now=0.0, tokens=100)
     >>> admission.end(used=30)
     >>> tenant.under_way, tenant.tokens.owed
@@ -105,12 +101,13 @@ class Keys:
         self._file, self.clock, self._today = file, clock, today
         self.are_needed, self._processes = file is not None, processes
         self._still_old = set[bytes]()  # keys of which was logged that they are still in use
-        self.nobody = Tenant(may_change_adapters=True)  # everybody, where no keys are needed
+        self.nobody = Tenant(KeyLine(may_change_adapters=True))  # everybody, where no keys are needed
         self._tenants: dict[str, Tenant] = {}
         self._stamp: tuple[int, int] | None = None
         self._looked = clock()
         if file is not None:
-            self._tenants, self._stamp = self._read(file), _stamp(file)
+            self._take(read_keys(file))
+            self._stamp = _stamp(file)
 
     def tenant(self, authorization: str | None) -> Tenant:
         """Return the tenant that has this key. The key is compared with all, and each comparison takes the same time whatever is in it."""
@@ -121,9 +118,9 @@ class Keys:
         if scheme.lower() != "bearer" or not key:
             message = "an API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", reason="no_key")
-        digest = _digest(key.strip())
-        found = [each for each in self._tenants.values() if hmac.compare_digest(each.digest, digest)]
-        old = [each for each in self._tenants.values() if hmac.compare_digest(each.old_digest, digest)]
+        given = digest(key.strip())
+        found = [each for each in self._tenants.values() if hmac.compare_digest(each.line.digest, given)]
+        old = [each for each in self._tenants.values() if hmac.compare_digest(each.line.old_digest, given)]
         if old:
             self._check_old(old[0])
         if not found and not old:
@@ -132,11 +129,11 @@ class Keys:
 
     def _check_old(self, tenant: Tenant) -> None:
         """Raise `ApiError` if a tenant's old key has expired. That it is still in use is logged once."""
-        if self._today() >= tenant.old_expires:
+        if self._today() >= tenant.line.old_expires:
             message = "this API key has expired: use the new one"
             raise ApiError(401, message, code="invalid_api_key", reason="expired_key")
-        if tenant.old_digest not in self._still_old:
-            self._still_old.add(tenant.old_digest)
+        if tenant.line.old_digest not in self._still_old:
+            self._still_old.add(tenant.line.old_digest)
             logger.info("%s still uses its old API key", tenant.name)
 
     def _look(self) -> None:
@@ -148,105 +145,21 @@ class Keys:
             if (stamp := _stamp(self._file)) == self._stamp:
                 return
             self._stamp = stamp
-            self._take(self._read(self._file))
+            self._take(read_keys(self._file))
+            logger.info("the API keys were read again: %d", len(self._tenants))
         except (ConfigError, OSError) as error:
             logger.warning("the API keys stay as they were: %s", error)
 
-    def _read(self, file: Path) -> dict[str, Tenant]:
-        read = read_keys(file)
-        for tenant in read.values():
-            tenant.requests = part_of(tenant.requests, self._processes)
-            tenant.tokens.per_s = tenant.tokens.saves = part_of(tenant.tokens.per_s, self._processes)
-        return read
-
-    def _take(self, read: dict[str, Tenant]) -> None:
-        """Take over what was read. A tenant keeps the requests that it has under way."""
-        for name, new in read.items():
-            if old := self._tenants.get(name):
-                if old.tokens.per_s and new.tokens.per_s:  # without a limit nothing is owed, nor saved up
-                    new.tokens.owed, new.tokens.since = old.tokens.owed, old.tokens.since
-                for each in ("digest", "old_digest", "old_expires", "requests", "tokens", "may_change_adapters"):
-                    setattr(old, each, getattr(new, each))
-                read[name] = old
-        self._tenants = read
-        logger.info("the API keys were read again: %d", len(read))
-
-
-def part_of(limit: float, processes: int) -> int:
-    """Return what each of some processes may let in, so that all of them keep a limit together. 0 is none.
-
-    >>> part_of(7, 2), part_of(1, 2), part_of(0, 2)
-    (3, 1, 0)
-    """
-    return max(1, int(limit) // processes) if limit else 0
-
-
-def read_keys(file: Path) -> dict[str, Tenant]:
-    """Return the tenants of a file by name. A `ConfigError` never shows a key."""
-    try:
-        lines = read_secret(file, LONGEST_FILE).decode("utf-8-sig").split("\n")  # as editors on Windows write it
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the API keys in {file}: {error}") from None
-    found: dict[str, Tenant] = {}
-    digests = set[bytes]()
-    for number, line in enumerate(lines, 1):
-        if words := line.partition("#")[0].split():
-            tenant = _tenant(words, f"{file}, line {number}")
-            mine = {tenant.digest, tenant.old_digest} - {b""}
-            if tenant.name in found or mine & digests or tenant.digest == tenant.old_digest:
-                raise ConfigError(f"{file}, line {number}: this name or key is there already")
-            digests |= mine
-            found[tenant.name] = tenant
-    if not found:
-        raise ConfigError(f"{file} has no API keys: {LINE}")
-    return found
-
-
-def _tenant(words: list[str], where: str) -> Tenant:
-    if len(words) < 2 or not words[0].isprintable():
-        raise ConfigError(f"{where}: {LINE}; names are of printable characters")
-    tenant = Tenant(words[0], _digest_of(words[1], where))
-    for word in words[2:]:
-        name, _, value = word.partition("=")
-        if word == "admin":
-            tenant.may_change_adapters = True
-        elif name == "old_key":
-            tenant.old_digest = _digest_of(value, where)
-        elif name == "old_key_expires":
-            tenant.old_expires = _moment(value, where)
-        elif name == "requests" and NUMBER.fullmatch(value):
-            tenant.requests = int(value)
-        elif name == "tokens_per_s" and NUMBER.fullmatch(value):
-            tenant.tokens = TokenBucket(int(value), int(value))
-        else:
-            raise ConfigError(f"{where}: {LINE}")
-    if tenant.old_expires < inf and not tenant.old_digest:
-        raise ConfigError(f"{where}: old_key_expires goes with old_key=KEY")
-    return tenant
-
-
-def _moment(text: str, where: str) -> float:
-    try:
-        return moment(text)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def _digest_of(key: str, where: str) -> bytes:
-    """Return the digest of a key of the file. A `ConfigError` says what is wrong with the key, and does not show it."""
-    if len(key) < SHORTEST_KEY:
-        raise ConfigError(f"{where}: {LINE}; a key has at least {SHORTEST_KEY} characters")
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"{where}: keys are of ASCII's printable characters, which is all that HTTP's headers have")
-    return _digest(key)
+    def _take(self, read: dict[str, KeyLine]) -> None:
+        """Take over what was read, of which this process holds its part."""
+        tenants = {name: self._tenants.get(name) or Tenant(KeyLine(name)) for name in read}
+        for name, line in read.items():
+            tenants[name].take(line.part(self._processes))
+        self._tenants = tenants
 
 
 def too_many(message: str, retry_s: float, reason: str) -> ApiError:
     return ApiError(429, message, code="rate_limit_exceeded", retry_s=retry_s, reason=reason)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
 
 
 def _stamp(file: Path) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing_extensions import Doc
 from symbiosis.base.devices import gpus_of
 from symbiosis.base.dtypes import check_dtype
 from symbiosis.base.hosts import check_hosts
+from symbiosis.base.key_lines import FORMAT
 from symbiosis.errors import ConfigError
 from symbiosis.serving.speculation.speculate_rule import SpeculateRule
 
@@ -120,7 +121,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allow_credentials: Annotated[bool, Doc("With --allowed-origins, whether browsers send cookies along.")] = False
     root_path: Annotated[str | None, Doc("What a proxy in front puts before each path, such as /llm."), "PATH"] = None
     api_keys: Annotated[str | None, Doc(
-        "Lines of `NAME KEY [admin] [requests=N] [tokens_per_s=N] [old_key=KEY old_key_expires=DATE]`; read again when it changes."), "FILE"] = None
+        f"Lines of `{FORMAT}`; read again when it changes."), "FILE"] = None
     chat_template: Annotated[str | None, Doc("Jinja template that makes a prompt of a chat. Default: the tokenizer's."), "FILE"] = None
     pooling: Annotated[Literal["last", "mean"] | None, Doc(
         "What vectors of texts are made of: the last hidden state of the last token, or the mean of those of all. Default: what the "

@@ -3,13 +3,17 @@
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
 
 import symbiosis
+from symbiosis.base.key_lines import FORMAT, KEY_OPTIONS, LINE, KeyLine
 from symbiosis.executor.scheduling.rules import POLICIES
+from symbiosis.serving.serve_options import ServeOptions
 from symbiosis.transport.tcp.address import OPTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -72,3 +76,19 @@ def test_the_site_is_built(tmp_path: Path) -> None:
 def test_every_policy_is_told_of(page: str) -> None:
     text = (ROOT / page).read_text()
     assert [name for name in POLICIES if f"`{name}`" not in text] == []
+
+
+def test_every_option_of_a_key_is_told_of() -> None:
+    """In docs/serving.md, in the help of `--api-keys`, and in the error of a line that has another one."""
+    text = (ROOT / "docs/serving.md").read_text().partition("\n## Keys\n")[2].partition("\n\n* ")[2]
+    items = text.partition("\n\n")[0].split("\n* ")
+    told = [re.findall(r"`(\w+)(?:=[^`]*)?`", item) for item in items]
+    assert all(names[0] in KEY_OPTIONS for names in told)
+    assert set(KEY_OPTIONS) <= {name for names in told for name in names}
+    help = get_type_hints(ServeOptions, include_extras=True)["api_keys"].__metadata__[0].documentation
+    assert FORMAT in help and FORMAT in LINE and all(name in FORMAT for name in KEY_OPTIONS)
+
+
+def test_an_option_of_a_key_has_its_field() -> None:
+    """And each field has an option, but for those that every line has."""
+    assert {each.field for each in KEY_OPTIONS.values()} == {each.name for each in fields(KeyLine)} - {"name", "digest"}

@@ -10,6 +10,7 @@ import pytest
 from starlette.types import Message
 
 from symbiosis.base.fair_share import FairShare, Lease
+from symbiosis.base.key_lines import KeyLine
 from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router import server_registry
 from symbiosis.cluster.router.completion_fields import MOST_PROMPTS, CompletionFields, _Fields
@@ -53,7 +54,7 @@ def test_a_continuation_of_very_many_lists_is_refused_before_they_are_made() -> 
 
 
 def relay_of(asked: CompletionFields) -> Relay:
-    held, admission = Lease(FairShare(1 << 20), ""), Tenant().admit(1, 0.0)
+    held, admission = Lease(FairShare(1 << 20), ""), Tenant(KeyLine()).admit(1, 0.0)
     return Relay(ServerRegistry("none", {}), "/", {}, asked, RoutingRequest(model="m"), held, admission)
 
 

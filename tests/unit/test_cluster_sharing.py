@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis.base.fair_share import FairShare, Lease
+from symbiosis.base.key_lines import KeyLine
 from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router.app import make_app
 from symbiosis.cluster.router.completion_fields import CompletionFields
@@ -233,7 +234,7 @@ def test_an_answer_that_is_held_counts_like_a_body() -> None:
         CompletionFields(b"{}"),
         RoutingRequest(model="m"),
         held,
-        Tenant().admit(1, 0.0),
+        Tenant(KeyLine()).admit(1, 0.0),
     )
 
     class Answer:

@@ -10,12 +10,13 @@ import pytest
 
 from symbiosis.base import curve_keys
 from symbiosis.base.curve_keys import Tenants, generate, read_pair
+from symbiosis.base.key_lines import read_keys
 from symbiosis.base.ownership import why_replaceable
 from symbiosis.base.secret_files import create_secret, open_secret, read_secret, why_exposed
 from symbiosis.client.privacy.pad_layout import Contents, laid_out
 from symbiosis.client.privacy.pads import PadFile
 from symbiosis.errors import ConfigError
-from symbiosis.server.api_keys import Keys, read_keys
+from symbiosis.server.api_keys import Keys
 from tests.secret_files import write_secret
 
 STRANGER = 65534

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 
-from symbiosis.base.allowance import TokenBucket
+from symbiosis.base.key_lines import LONGEST_FILE, KeyLine, read_keys
 from symbiosis.errors import ConfigError
 from symbiosis.server.api_app import ApiState
 from symbiosis.server.api_errors import ApiError
-from symbiosis.server.api_keys import LONGEST_FILE, Keys, Tenant, read_keys
+from symbiosis.server.api_keys import Keys, Tenant
 from tests.secret_files import write_secret
 
 
@@ -89,7 +89,7 @@ def test_with_a_key_any_page_may_ask(file: Path) -> None:
 
 
 def test_a_tenant_has_so_many_requests_under_way() -> None:
-    tenant = Tenant("anna", requests=2)
+    tenant = Tenant(KeyLine("anna", requests=2))
     first, _ = tenant.admit(1, now=0.0), tenant.admit(1, now=0.0)
     with refused(429):
         tenant.admit(1, now=0.0)
@@ -113,12 +113,12 @@ def test_processes_keep_the_limits_of_a_key_together(file: Path) -> None:
 
 def test_what_a_tenant_can_never_have_is_not_to_be_tried_again() -> None:
     with refused(400) as error:
-        Tenant("anna", requests=2).admit(3, now=0.0)
+        Tenant(KeyLine("anna", requests=2)).admit(3, now=0.0)
     assert error.value.body["error"]["param"] == "n" and not error.value.retry_s
 
 
 def test_a_tenant_that_has_spent_its_tokens_waits_until_they_have_grown_again() -> None:
-    tenant = Tenant("anna", tokens=TokenBucket(100, 100))
+    tenant = Tenant(KeyLine("anna", tokens_per_s=100))
     tenant.admit(1, now=0.0, tokens=250)
     with refused(429) as error:
         tenant.admit(1, now=1.0)
@@ -136,7 +136,7 @@ def test_a_changed_file_is_read_again_and_what_is_under_way_is_not_forgotten(fil
     write_secret(file, "anna sk-anna-5678 requests=3\n")
     os.utime(file, ns=(1, 1))
     clock.now = 2.0
-    assert keys.tenant("Bearer sk-anna-5678") is anna and (anna.under_way, anna.requests) == (2, 3)
+    assert keys.tenant("Bearer sk-anna-5678") is anna and (anna.under_way, anna.line.requests) == (2, 3)
     for old in ("sk-anna-1234", "sk-bert-1234"):
         with refused(401):
             keys.tenant(f"Bearer {old}")

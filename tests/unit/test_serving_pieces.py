@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from symbiosis.base.fair_share import FairShare, Lease
+from symbiosis.base.key_lines import KeyLine
 from symbiosis.cluster.placement import RoutingRequest
 from symbiosis.cluster.router.completion_fields import CompletionFields
 from symbiosis.cluster.router.relay import Relay
@@ -192,7 +193,7 @@ def test_of_what_its_reader_does_not_take_there_is_no_copy() -> None:
 
 def relaying(answer: Upstream, view: ServerRegistry, lost: list[str]) -> tuple[Relay, ASGIApp]:
     asked = CompletionFields(b'{"stream": true}')
-    held, admission = Lease(FairShare(1 << 20), "eve"), Tenant("eve").admit(1, 0.0)
+    held, admission = Lease(FairShare(1 << 20), "eve"), Tenant(KeyLine("eve")).admit(1, 0.0)
     relay = Relay(view, "/", {}, asked, RoutingRequest(model="m"), held, admission)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

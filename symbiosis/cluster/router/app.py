@@ -312,7 +312,7 @@ async def relayed_metrics(front: RouterState, request: Request) -> ASGIApp:
 async def figures(front: RouterState, request: Request) -> ASGIApp:
     """Return what the page shows."""
     tenant = front.tenant(request)
-    told = await front.shown.figures(passed_on(request), tenant.may_change_adapters)
+    told = await front.shown.figures(passed_on(request), tenant.line.may_change_adapters)
     if any(each.member.trains for each in front.view.seen.values()):
         told["runs"] = await training_requests.of_all(front.view, "/figures", "runs", request)
     return json_response(told)

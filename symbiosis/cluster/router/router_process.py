@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from symbiosis.base import procs
+from symbiosis.base.key_lines import part_of
 from symbiosis.base.logs import JsonLines, write_lines
 from symbiosis.base.threads import take_turns_often
 from symbiosis.cluster.router.app import make_app
@@ -17,7 +18,6 @@ from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.cluster.router.upstream import show_to_servers
 from symbiosis.server import tracing
-from symbiosis.server.api_keys import part_of
 from symbiosis.server.connections import server_of
 
 

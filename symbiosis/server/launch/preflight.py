@@ -105,7 +105,7 @@ def check_adapters(options: ServeOptions) -> None:
 
 def check_keys(options: ServeOptions) -> None:
     if options.api_keys and importlib.util.find_spec("starlette") is not None:
-        from symbiosis.server.api_keys import read_keys
+        from symbiosis.base.key_lines import read_keys
 
         read_keys(Path(options.api_keys))
 
