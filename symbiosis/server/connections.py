@@ -1,7 +1,8 @@
 """Connections: uvicorn's protocol, with the bounds that it leaves to others.
 
-h11 bounds a head (`MOST_HEAD`), what follows a body in chunks, and reads one request at a time; the kernel hangs up on who takes nothing of an
-answer (`STALL_S`). What is left to do here: a head comes in time, only so many connections wait for one, and what is no request is counted.
+h11 bounds what is not whole yet, and reads one request at a time; the kernel hangs up on who takes nothing of an answer (`STALL_S`). What is left to
+do here: a head that comes at once is bounded, too (`MOST_HEAD`), and comes in time, only so many connections wait for one, and what is no request is
+counted.
 """
 
 import resource
@@ -35,6 +36,7 @@ class HttpConnection(H11Protocol):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.app_state = {**self.app_state, "connection": self}
+        self._unread = b""  # what has come, and h11 has not been given
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -48,13 +50,24 @@ class HttpConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read on. Unlike uvicorn's, the time for a head goes on while parts of it come."""
-        self.conn.receive_data(data)
-        self.handle_events()
+        self._unread += data
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Give h11 what has come, so much at a time that it has no more than a head may be."""
+        while self._unread and not self.transport.is_closing():
+            room = MOST_HEAD - len(self.conn.trailing_data[0])
+            if room <= 0:  # of a request that waits for an answer to the one before
+                break
+            piece, self._unread = self._unread[:room], self._unread[room:]
+            self.conn.receive_data(piece)
+            self.handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self.waiting.pop(self, None)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._read_on()
         if self.cycle.response_complete and not self.transport.is_closing():
             self._wait()
 
@@ -104,6 +117,6 @@ def server_of(app: ASGIApp, observer: Observer, listeners: list[socket.socket], 
     HttpConnection.observer = observer
     config = uvicorn.Config(
         app, http=HttpConnection, interface="asgi3", ws="none", lifespan="off", log_config=None, log_level="error", access_log=False, server_header=False,
-        proxy_headers=False, timeout_keep_alive=HEAD_S, h11_max_incomplete_event_size=MOST_HEAD, timeout_graceful_shutdown=int(graceful_s),
+        proxy_headers=False, timeout_keep_alive=HEAD_S, h11_max_incomplete_event_size=MOST_HEAD - 1, timeout_graceful_shutdown=int(graceful_s),
     )  # fmt: skip
     return uvicorn.Server(config)

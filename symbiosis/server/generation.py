@@ -27,6 +27,7 @@ FAILURES = {
     Finish.ABORTED: (503, "the server is too busy to begin in time: try again later", "overloaded"),
     Finish.CANCELLED: (503, "the request was cancelled by the server", "cancelled"),
     Finish.ERROR: (500, "the request failed", "failed"),
+    Finish.UNFIT: (400, "the schema or grammar cannot be followed", "invalid_request"),
 }
 
 

@@ -39,6 +39,7 @@ class Finish(StrEnum):
     ABORTED = "aborted"  # it could no longer meet its deadline
     CANCELLED = "cancelled"
     ERROR = "error"
+    UNFIT = "unfit"  # its own schema or grammar cannot be followed
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -158,7 +159,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=F
     completion: int = 0
     tokens: tuple[Token, ...] = ()
     finish: Finish | None = None
-    error: str | None = None  # with Finish.ERROR: what to do about it
+    error: str | None = None  # with Finish.ERROR and UNFIT: what to do about it
     prompt_tokens: int = 0  # with the first output of a request
     cached_tokens: int = 0  # of the prompt, those whose keys and values were there already
     prompt_logprobs: tuple[Token, ...] = ()

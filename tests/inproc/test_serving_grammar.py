@@ -19,7 +19,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.serving import Engine
 from symbiosis.serving.engine.limits import Unfit
 from symbiosis.serving.engine.reader import GenerationFailed
-from symbiosis.serving.request import Guide, Output, Request, Sampling
+from symbiosis.serving.request import Finish, Guide, Output, Request, Sampling
 from symbiosis.serving.sampling import grammar, guided_decoding
 from symbiosis.serving.sampling.grammar import Grammar, Grammars
 from symbiosis.serving.sampling.schema_cost import check_schema
@@ -298,7 +298,7 @@ def test_many_texts_whose_next_tokens_take_long_hold_up_nobody(
         assert by_completion(next(guided)) == calm
 
 
-def test_a_text_that_its_grammar_gives_up_is_an_error_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_its_grammar_gives_up_is_an_error_and_no_end(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("llguidance")
     properties = {f"p{number}": {"type": "string"} for number in range(1000)}
     wide = {
@@ -308,6 +308,14 @@ def test_a_text_that_its_grammar_gives_up_is_an_error_and_no_end(monkeypatch: py
     schema = json.dumps({**wide, "required": ["t", "k"], "additionalProperties": False})
     with engine() as one, pytest.raises(GenerationFailed, match="cannot be followed.*items"):
         one.generate("x", schema=schema, max_tokens=60, temperature=0.0)
+    with engine() as one:
+        told = SimpleQueue[Output]()
+        guided = Sampling(max_tokens=60, temperature=0.0, schema=schema)
+        one.submit(Request(id=7, prompt=(80,), sampling=guided), told.put)
+        while (last := told.get(timeout=60)).finish is None:
+            pass
+        assert last.finish is Finish.UNFIT and one.figures().finished == {"unfit": 1}
+    assert "Parser Error" not in capfd.readouterr().err  # of the library, past the log
 
 
 def test_keys_share_no_schema(monkeypatch: pytest.MonkeyPatch) -> None:

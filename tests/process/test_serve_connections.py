@@ -249,6 +249,41 @@ def test_a_path_without_end_is_told_so() -> None:
     at_a_site(test)
 
 
+def head_of(size: int) -> bytes:
+    begin = b"GET /hello HTTP/1.1\r\n" + HOST + b"x: "
+    return begin + b"y" * (size - len(begin) - 4) + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("before", [b"", HELLO], ids=["alone", "behind another"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_head_may_be_so_large_and_no_larger(before: bytes, at_once: bool) -> None:
+    async def answers(site: Site, size: int) -> bytes:
+        reader, writer = await site.open()
+        sent = before + head_of(size) + HELLO
+        for begin in range(0, len(sent), len(sent) if at_once else 5000):
+            writer.write(sent[begin : begin + (len(sent) if at_once else 5000)])
+            await asyncio.sleep(0.01)
+        writer.write_eof()
+        return await ends(reader)
+
+    async def test(site: Site) -> None:
+        assert (await answers(site, connections.MOST_HEAD)).count(b"HTTP/1.1 200") == 2 + bool(before)
+        told = await answers(site, connections.MOST_HEAD + 1)
+        assert told.count(b"HTTP/1.1 200") == bool(before) and told.count(b"HTTP/1.1 431") == 1
+
+    at_a_site(test)
+
+
+def test_lines_after_a_body_have_the_same_bound_at_once() -> None:
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        head = b"POST /waits HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+        writer.write(head + b"x: " + b"y" * 40_000 + b"\r\n\r\n" + HELLO)
+        assert await ends(reader) == b""
+
+    at_a_site(test)
+
+
 def test_a_large_head_is_read() -> None:
     async def test(site: Site) -> None:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{site.port}") as client:

@@ -166,6 +166,14 @@ def test_what_cannot_be_followed_is_refused_by_name(api: Api, how: dict[str, Any
     assert error.value.param == field and str(error.value.body["message"]).startswith(field)  # type: ignore[index]
 
 
+def test_a_schema_that_cannot_be_followed_to_its_end_is_the_client_s_fault(api: Api) -> None:
+    """That the library gives up is found while the text is made."""
+    properties = {f"p{number}": {"type": "integer"} for number in range(2000)}
+    schema = json.dumps({"type": "object", "properties": properties, "additionalProperties": False})
+    with pytest.raises(openai.BadRequestError, match="cannot be followed"):
+        api.client.completions.create(model="demo", prompt="def", max_tokens=40, extra_body={"guided_json": schema})
+
+
 def test_tools_are_refused_where_the_template_shows_none(engine: Engine) -> None:
     with http_process(engine) as api, pytest.raises(openai.BadRequestError, match="--chat-template FILE"):
         chat(api)

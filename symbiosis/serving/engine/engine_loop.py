@@ -323,7 +323,7 @@ class Loop:
         job, sampling, figures = self.jobs[sequence.request.id], sequence.request.sampling, self.figures
         chosen, told, finish = [each for each in tokens if each is not None], list[Token](), None
         if len(chosen) < len(tokens):
-            self.end(job.request.id, Finish.ERROR, job.failure or NOTHING)
+            self.end(job.request.id, Finish.UNFIT if job.failure else Finish.ERROR, job.failure or NOTHING)
             return
         if not sequence.told_at and sequence.is_first:
             self._count_prompt(sequence)
@@ -334,7 +334,7 @@ class Loop:
             told.append(token)
             finish = self._finish_at(job, sequence, token, produced + len(told))
             if job.failure:
-                self.end(job.request.id, Finish.ERROR, job.failure)
+                self.end(job.request.id, Finish.UNFIT, job.failure)
                 return
             if finish is not None:
                 break

@@ -14,7 +14,7 @@ from symbiosis.serving.engine.detokenize import Text, prompt_tokens
 from symbiosis.serving.engine.limits import Unfit, check_count, check_length, check_types
 from symbiosis.serving.request import Finish, Output, Pooling, Request, Sampling, Token
 
-ENDS_WITH_ERROR = (Finish.ERROR, Finish.ABORTED)
+ENDS_WITH_ERROR = (Finish.ERROR, Finish.UNFIT, Finish.ABORTED)
 
 
 class GenerationFailed(SymbiosisError, RuntimeError):
