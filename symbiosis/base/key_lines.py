@@ -14,6 +14,7 @@ from symbiosis.errors import ConfigError
 
 SHORTEST_KEY, LONGEST_FILE = 8, 16 << 20
 NUMBER = re.compile("[0-9]{1,15}")
+LIMITS = ("requests", "tokens_per_s", "tokens_per_day")  # which processes hold together
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class KeyLine:
     old_expires: float = inf  # in seconds since 1970
     requests: int = 0  # most under way; 0: any number
     tokens_per_s: int = 0  # 0: any number
+    tokens_per_day: int = 0  # from midnight to midnight, UTC; 0: any number
     may_change_adapters: bool = False
 
     def part(self, processes: int) -> "KeyLine":
@@ -34,8 +36,8 @@ class KeyLine:
         >>> KeyLine("anna", requests=7, tokens_per_s=1).part(2).requests
         3
         """
-        requests, tokens = (part_of(limit, processes) for limit in (self.requests, self.tokens_per_s))
-        return replace(self, requests=requests, tokens_per_s=tokens)
+        parts: dict[str, Any] = {name: part_of(getattr(self, name), processes) for name in LIMITS}
+        return replace(self, **parts)
 
 
 def part_of(limit: float, processes: int) -> int:
@@ -86,6 +88,7 @@ KEY_OPTIONS = {
     "admin": KeyOption("", "may_change_adapters", lambda value, where: True),
     "requests": KeyOption("N", "requests", _number),
     "tokens_per_s": KeyOption("N", "tokens_per_s", _number),
+    "tokens_per_day": KeyOption("N", "tokens_per_day", _number),
     "old_key": KeyOption("KEY", "old_digest", digest_of),
     "old_key_expires": KeyOption("DATE", "old_expires", _moment),
 }

@@ -15,6 +15,26 @@ from symbiosis.server.api_errors import ApiError, wrong
 logger = logging.getLogger("symbiosis")
 
 LOOK_EVERY_S = 1.0
+DAY_S = 24 * 60 * 60
+OF_DAY = "daily_tokens_of_key"  # why a key gets nothing more before midnight
+
+
+@dataclass
+class Day:
+    """What a tenant has had of one day, by UTC. What began on a day is counted there, also if it ends on the next one.
+
+    >>> Day.of(DAY_S * 3.75).left_s
+    21600.0
+    """
+
+    number: int = -1  # since 1970
+    left_s: float = 0.0  # until the next one, when its tenant last asked
+    spent: int = 0  # tokens
+    reserved: int = 0  # ... for what is under way
+
+    @staticmethod
+    def of(now: float) -> "Day":
+        return Day(int(now // DAY_S), DAY_S - now % DAY_S)
 
 
 class Tenant:
@@ -23,10 +43,17 @@ class Tenant:
     def __init__(self, line: KeyLine) -> None:
         self.name, self.line = line.name, line
         self.tokens = TokenBucket(line.tokens_per_s, line.tokens_per_s)
-        self.under_way = 0
+        self.under_way, self.day = 0, Day()
+
+    def look_at_day(self, now: float) -> None:
+        """Begin a day, if it is another one. `now`: in seconds since 1970."""
+        today = Day.of(now)
+        if today.number != self.day.number:
+            self.day = today
+        self.day.left_s = today.left_s
 
     def take(self, line: KeyLine) -> None:
-        """Take over what its line says by now. It keeps what it has under way, and owes."""
+        """Take over what its line says by now. It keeps what it has under way, owes, and has had of the day."""
         before = self.tokens
         self.line, self.tokens = line, TokenBucket(line.tokens_per_s, line.tokens_per_s)
         if before.per_s and line.tokens_per_s:  # without a limit nothing is owed, nor saved up
@@ -45,13 +72,22 @@ class Tenant:
             )
         if self.tokens.per_s and (wait_s := self.tokens.wait_s(now)):
             raise too_many(f"this key may have {self.tokens.per_s} tokens per second", wait_s, "tokens_of_key")
+        self._check_day()
+
+    def _check_day(self) -> None:
+        most, day = self.line.tokens_per_day, self.day
+        if most and day.spent + day.reserved >= most:
+            under_way = f", and {day.reserved} are reserved for what is under way" if day.reserved else ""
+            message = f"this key may have {most} tokens a day, and has had {day.spent} since midnight UTC{under_way}"
+            raise too_many(message, 1.0 if day.spent < most else day.left_s, OF_DAY)
 
     def admit(self, requests: int, now: float, tokens: int = 0) -> "Admission":
         """Count so many requests as under way, and their tokens as spent, until they end, if they may be."""
         self.check(requests, now)
         self.under_way += requests
         self.tokens.take(tokens)
-        return Admission(self, requests, tokens)
+        self.day.reserved += tokens
+        return Admission(self, requests, tokens, self.day)
 
 
 @dataclass
@@ -68,17 +104,21 @@ class Admission:
     tenant: Tenant
     requests: int
     reserved: int
+    day: Day  # on which it began
     at_end: list[Callable[[], None]] = field(default_factory=list)  # called once
 
     def reserve(self, tokens: int) -> None:
         """Count so many tokens as spent, instead of those so far."""
         self.tenant.tokens.take(tokens - self.reserved)
+        self.day.reserved += tokens - self.reserved
         self.reserved = tokens
 
     def end(self, used: int = 0) -> None:
         """Give back everything but the tokens that were used. It may be called again."""
         if self.requests:
             self.tenant.tokens.take(used - self.reserved)
+            self.day.reserved -= self.reserved
+            self.day.spent += used
             self.tenant.under_way -= self.requests
             self.requests = 0
         while self.at_end:
@@ -125,7 +165,16 @@ class Keys:
             self._check_old(old[0])
         if not found and not old:
             raise ApiError(401, "the server does not know this API key", code="invalid_api_key")
-        return (found or old)[0]
+        tenant = (found or old)[0]
+        tenant.look_at_day(self._today())
+        return tenant
+
+    def with_days(self) -> dict[str, Tenant]:
+        """Return those that may have so many tokens a day, by name."""
+        limited = {name: tenant for name, tenant in self._tenants.items() if tenant.line.tokens_per_day}
+        for tenant in limited.values():
+            tenant.look_at_day(self._today())
+        return limited
 
     def _check_old(self, tenant: Tenant) -> None:
         """Raise `ApiError` if a tenant's old key has expired. That it is still in use is logged once."""

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from symbiosis.base.logs import unwritten
 from symbiosis.executor.observe.process_figures import children, command_of, process_figures
+from symbiosis.server.api_keys import Keys
 from symbiosis.server.observer import Observer, Series
 from symbiosis.server.tinker.training_figures import TenantTraining
 from symbiosis.serving.engine.engine_stats import EngineStats, Histogram
@@ -65,9 +66,10 @@ class Collected(Collector):
     `training` is by tenant."""
 
     def __init__(
-        self, figures: EngineStats, observer: Observer, engine: int, training: Mapping[str, TenantTraining]
+        self, figures: EngineStats, observer: Observer, engine: int, training: Mapping[str, TenantTraining], keys: Keys
     ) -> None:
         self._figures, self._observer, self._engine, self._training = figures, observer, engine, training
+        self._keys = keys
 
     def collect(self) -> Iterable[Metric]:
         figures = self._figures
@@ -81,7 +83,7 @@ class Collected(Collector):
             yield family
         finished = ("request_success", "Completions, by why they ended.", ["finished_reason"], figures.finished)
         yield from families(CounterMetricFamily, PREFIX, [finished])
-        yield from observed(PREFIX, self._observer)
+        yield from observed(PREFIX, self._observer, self._keys)
         for kind, told in TRAINING.items():
             named = [(name, help, ["tenant"], _values(self._training, of)) for name, (help, of) in told.items()]
             yield from families(kind, PREFIX, named)
@@ -97,12 +99,24 @@ def families(kind: Any, prefix: str, several: Iterable[FamilyFigures]) -> Iterat
         yield family
 
 
+def _of_days(observer: Observer, keys: Keys) -> list[FamilyFigures]:
+    """Return what keys with a limit a day have had of it, if their tenants have series of their own."""
+    days = {name: each for name, each in keys.with_days().items() if (name,) in observer.tenants.shown}
+    today = {name: each.day.spent + each.day.reserved for name, each in days.items()}
+    most = {name: each.line.tokens_per_day for name, each in days.items()}
+    return [
+        ("tenant_tokens_today", "Tokens of a key's day, by UTC, with those reserved.", ["tenant"], today),
+        ("tenant_tokens_per_day", "How many it may have in this process.", ["tenant"], most),
+    ]
+
+
 def _values(training: Mapping[str, TenantTraining], of: Callable[[TenantTraining], float]) -> dict[str, float]:
     return {tenant: of(told) for tenant, told in training.items()}
 
 
-def observed(prefix: str, observer: Observer) -> Iterable[Metric]:
+def observed(prefix: str, observer: Observer, keys: Keys) -> Iterable[Metric]:
     """Yield what is counted of the requests of a process: a server's or a front end's."""
+    yield from families(GaugeMetricFamily, prefix, _of_days(observer, keys))
     counted: list[FamilyFigures] = [
         ("http_requests", "Answers of HTTP.", ["path", "status"], observer.answered),
         ("refused_requests", "Requests that were refused or failed.", ["reason", "status", "tenant"], observer.refused),
@@ -135,9 +149,9 @@ def _others(engine: int) -> Iterator[tuple[str, int]]:
 
 
 def text(
-    figures: EngineStats, observer: Observer, engine: int, training: Mapping[str, TenantTraining] | None = None
+    figures: EngineStats, observer: Observer, engine: int, training: Mapping[str, TenantTraining], keys: Keys
 ) -> bytes:
     """Return the figures as Prometheus reads them."""
     registry = CollectorRegistry()
-    registry.register(Collected(figures, observer, engine, training or {}))
+    registry.register(Collected(figures, observer, engine, training, keys))
     return generate_latest(registry)

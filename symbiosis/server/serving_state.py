@@ -84,7 +84,7 @@ class ServingState(ApiState):
         training = (
             await self.remote.ask_training(dict[str, TenantTraining], "", GetTotals()) if self.options.trains else {}
         )
-        return metrics.text(await self.figures(), self.observer, self.options.engine, training)
+        return metrics.text(await self.figures(), self.observer, self.options.engine, training, self.keys)
 
     async def _drop_if_gone(self, key: Key) -> None:
         """Count no more what an adapter did that is gone."""

@@ -22,6 +22,7 @@ from symbiosis.cluster.router.server_registry import ServerRegistry
 from symbiosis.errors import Code
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.options import load_options
+from symbiosis.server.api_keys import Keys
 from symbiosis.server.metrics import Collected
 from symbiosis.server.observer import Observer
 from symbiosis.serving.engine.engine_stats import EngineStats
@@ -53,7 +54,7 @@ def metrics(llama: nn.Module, serve: Callable) -> dict[str, set[str]]:
     model = symbiosis.from_executor(executor.endpoint)
     model(model.dummy_inputs["input_ids"])
     collectors = (
-        PrometheusCollector(executor.server.snapshot), Collected(EngineStats(), Observer(), 0, {}),
+        PrometheusCollector(executor.server.snapshot), Collected(EngineStats(), Observer(), 0, {}, Keys(None)),
         CollectedByFront(RouterState(ServerRegistry("none", {}), None)),
     )  # fmt: skip
     found: dict[str, set[str]] = {}

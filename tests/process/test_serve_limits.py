@@ -26,7 +26,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     write_secret(
         keys,
         "one key-of-one requests=1\nslow key-of-slow tokens_per_s=50\nanna key-of-anna tokens_per_s=1000\nbob key-of-bob\n"
-        "debtor key-of-debtor tokens_per_s=1\n",
+        "debtor key-of-debtor tokens_per_s=1\ndaily key-of-daily tokens_per_day=100\n",
     )
     with (
         symbiosis.Executor("demo") as executor,
@@ -95,6 +95,22 @@ def test_a_key_that_owes_tokens_sends_no_body(api: Api) -> None:
     assert post(api, {**SHORT, "prompt": [97] * 300}, key="debtor").status_code == 200
     answer = post(api, {"model": 1}, key="debtor")
     assert answer.status_code == 429, answer.text
+
+
+def test_a_key_gets_no_more_once_it_has_had_its_tokens_of_the_day(api: Api) -> None:
+    """What it did not use of what it reserved is given back; it is told and counted."""
+    for length in (40, 40, 40):  # 42 each, of which most fit into 100
+        answer = post(api, {**SHORT, "prompt": [97] * length, "ignore_eos": True}, key="daily")
+        assert answer.status_code == 200, answer.text
+    answer = post(api, SHORT, key="daily")
+    assert answer.status_code == 429 and int(answer.headers["retry-after"]) <= 24 * 60 * 60
+    told = "this key may have 100 tokens a day, and has had 126 since midnight UTC"
+    assert answer.json()["error"]["message"] == told
+    figures = web.get(f"{api.url}/metrics", timeout=60).text
+    assert 'symbiosis_serve_tenant_tokens_today{tenant="daily"} 126.0' in figures
+    assert 'symbiosis_serve_tenant_tokens_per_day{tenant="daily"} 100.0' in figures
+    assert 'refused_requests_total{reason="daily_tokens_of_key",status="429",tenant="daily"} 1.0' in figures
+    assert post(api, SHORT, key="bob").status_code == 200
 
 
 def test_a_key_gets_the_tokens_that_it_may_have_however_many_ask_at_once(api: Api) -> None:

@@ -27,7 +27,8 @@ if importlib.util.find_spec("tinker") is None:
 
 from symbiosis.server.tinker import tinker_service, tinker_sessions, wire
 
-KEYS = {"anna": "tml-key-of-anna", "bob": "tml-key-of-bob"}
+KEYS = {"anna": "tml-key-of-anna", "bob": "tml-key-of-bob", "daily": "tml-key-of-daily"}
+LIMITS = {"daily": "tokens_per_day=1"}
 TEXT = list(b"Once upon a time there was a base model.")
 
 
@@ -39,7 +40,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 @contextmanager
 def served(folder: Path, order_wait: float = 60.0) -> Iterator[Api]:
-    write_secret(folder / "keys", "".join(f"{name} {key}\n" for name, key in KEYS.items()))
+    write_secret(folder / "keys", "".join(f"{name} {key} {LIMITS.get(name, '')}\n" for name, key in KEYS.items()))
     with (
         symbiosis.Executor("demo") as executor,
         Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25, name="demo") as engine,
@@ -154,6 +155,18 @@ def floats(data: bytes) -> Any:
 
 def error_of(answer: httpx.Response) -> str:
     return str(answer.json()["error"]["message"])
+
+
+def test_samples_do_not_wait_for_another_day(api: Api) -> None:
+    """What a key has had of this one is told: it waits only for what passes sooner."""
+    client = Client(api, "daily")
+    asked = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "demo"}
+    sampler = client.told("create_sampling_session", **asked)["sampling_session_id"]
+    assert len(client.sample(sampler).sequences[0].tokens) == 4 * 6
+    prompt, params = {"chunks": [{"type": "encoded_text", "tokens": TEXT[:9]}]}, {"max_tokens": 6}
+    asked = {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "sampling_params": params}
+    told = client.wait(client.told("asample", **asked))
+    assert told["category"] == "user" and "1 tokens a day, and has had 15 since midnight" in told["error"]
 
 
 def test_it_trains_and_samples_what_it_has_trained(api: Api) -> None:

@@ -118,7 +118,8 @@ def charged(
                 await client.until(reached.is_set)
             await client.leave()
             tenant = front.keys.tenant(KEY["Authorization"])
-            assert not tenant.under_way
+            assert not tenant.under_way and not tenant.day.reserved
+            assert tenant.day.spent == round(tenant.tokens.owed + PER_S)
             return round(tenant.tokens.owed + PER_S)  # it began with what one second brings
 
     return asyncio.run(ask())

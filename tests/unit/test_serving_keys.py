@@ -10,7 +10,7 @@ from symbiosis.base.key_lines import LONGEST_FILE, KeyLine, read_keys
 from symbiosis.errors import ConfigError
 from symbiosis.server.api_app import ApiState
 from symbiosis.server.api_errors import ApiError
-from symbiosis.server.api_keys import Keys, Tenant
+from symbiosis.server.api_keys import DAY_S, Keys, Tenant
 from tests.secret_files import write_secret
 
 
@@ -126,6 +126,62 @@ def test_a_tenant_that_has_spent_its_tokens_waits_until_they_have_grown_again() 
     tenant.admit(1, now=2.5, tokens=150)
     tenant.admit(1, now=1000.0)  # no more than a second's worth is kept
     assert tenant.tokens.owed == -100.0
+
+
+NOON = 20_000.5 * DAY_S  # of a day, in seconds since 1970
+
+
+def test_a_tenant_that_has_had_its_tokens_of_the_day_waits_for_the_next(file: Path) -> None:
+    write_secret(file, "anna sk-anna-1234 tokens_per_day=100\n")
+    today = Clock()
+    today.now = NOON
+    keys = Keys(file, Clock(), today)
+    anna = keys.tenant("Bearer sk-anna-1234")
+    anna.admit(1, now=0.0, tokens=500).end(used=99)
+    late = anna.admit(1, now=0.0, tokens=50)  # one token is left, and it may reserve more
+    with refused(429) as error:
+        anna.check(1, now=0.0)
+    assert (error.value.reason, error.value.retry_s) == ("daily_tokens_of_key", 1.0)  # what is reserved may come back
+    assert "has had 99 since midnight UTC, and 50 are reserved" in str(error.value)
+    late.reserve(3)
+    today.now = NOON + DAY_S / 4
+    late.end(used=2)
+    with refused(429) as error:
+        keys.tenant("Bearer sk-anna-1234").check(1, now=0.0)
+    assert str(error.value) == "this key may have 100 tokens a day, and has had 101 since midnight UTC"
+    assert error.value.retry_s == DAY_S / 4
+    today.now = NOON + DAY_S / 2
+    keys.tenant("Bearer sk-anna-1234").check(1, now=0.0)
+
+
+def test_what_began_before_midnight_counts_there(file: Path) -> None:
+    write_secret(file, "anna sk-anna-1234 tokens_per_day=100\n")
+    today = Clock()
+    today.now = NOON
+    keys = Keys(file, Clock(), today)
+    before = keys.tenant("Bearer sk-anna-1234").admit(1, now=0.0, tokens=1000)
+    today.now += DAY_S / 2
+    anna = keys.tenant("Bearer sk-anna-1234")
+    during = anna.admit(1, now=0.0, tokens=30)
+    before.end(used=900)
+    assert (anna.day.spent, anna.day.reserved) == (0, 30)
+    during.end(used=20)
+    during.end(used=20)
+    assert (anna.day.spent, anna.day.reserved) == (20, 0)
+
+
+def test_a_limit_a_day_counts_what_was_had_before_it_was_written(file: Path) -> None:
+    clock = Clock()
+    keys = Keys(file, clock, lambda: NOON, processes=2)
+    bert = keys.tenant("Bearer sk-bert-1234")
+    bert.admit(1, now=0.0).end(used=60)
+    bert.check(1, now=0.0)
+    clock.now = 2.0
+    write_secret(file, "bert sk-bert-1234 tokens_per_day=101\n")
+    assert keys.tenant("Bearer sk-bert-1234") is bert and bert.line.tokens_per_day == 50  # a half of it
+    with refused(429):
+        bert.check(1, now=0.0)
+    assert keys.with_days() == {"bert": bert}
 
 
 def test_a_changed_file_is_read_again_and_what_is_under_way_is_not_forgotten(file: Path) -> None:

@@ -18,9 +18,11 @@ from symbiosis.cluster.router.router_state import RouterState
 from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.protocol.cluster_state import Member, Told
 from symbiosis.server.api_errors import KINDS, REASONS, ApiError
+from symbiosis.server.api_keys import Keys
 from symbiosis.server.labelled_figures import MOST, MOST_KNOWN, OTHER, Labelled
 from symbiosis.server.observer import Observer
 from symbiosis.server.request_record import RequestRecord
+from tests.secret_files import write_secret
 from tests.unit.test_cluster_view import view_of
 from tests.waits import until
 
@@ -105,6 +107,30 @@ def test_a_key_that_asks_too_much_is_told_of_by_its_name(tmp_path: Path, caplog:
 
     asyncio.run(ask())
     assert [line["reason"] for line in told(caplog)] == ["requests_of_key"]
+
+
+def test_a_key_that_has_had_its_day_is_told_so_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the answer, in the log, and in the figures, where those who pay see it coming. Without a limit there is no figure."""
+
+    async def ask() -> None:
+        made = front(tmp_path)
+        write_secret(tmp_path / "keys", f"eve {KEY} tokens_per_day=50\nroot roots-own-secret-key admin\n")
+        made.keys = Keys(tmp_path / "keys", today=lambda: 18 * 3600.0)
+        made.keys.tenant(f"Bearer {KEY}").admit(1, 0.0, 90).end(used=70)
+        async with http(made) as web:
+            await web.get("/v1/models/none-such", headers=by_key("roots-own-secret-key"))
+            answer = await web.post("/v1/completions", json={"model": "m", "prompt": "a"}, headers=by_key(KEY))
+            assert answer.status_code == 429 and answer.headers["retry-after"] == str(6 * 3600)
+            message = "this key may have 50 tokens a day, and has had 70 since midnight UTC"
+            assert answer.json()["error"]["message"] == message
+            counted = await figures(web, "symbiosis_cluster_refused_requests_total")
+            assert counted["daily_tokens_of_key", "429", "eve"] == 1
+            assert await figures(web, "symbiosis_cluster_tenant_tokens_today") == {("eve",): 70}
+            assert await figures(web, "symbiosis_cluster_tenant_tokens_per_day") == {("eve",): 50}
+
+    asyncio.run(ask())
+    line = next(line for line in told(caplog) if line["tenant"] == "eve")
+    assert line["reason"] == "daily_tokens_of_key" and "50 tokens a day" in line["why"]
 
 
 def test_a_flood_is_counted_in_few_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -352,4 +352,4 @@ class _Collected:
             ("tokens", "By model and tenant.", of_tenant, observer.tokens),
         ]
         told = [*families(GaugeMetricFamily, PREFIX, gauges), *families(CounterMetricFamily, PREFIX, counters)]
-        return [*told, *observed(PREFIX, observer), *process_figures()]
+        return [*told, *observed(PREFIX, observer, self._front.keys), *process_figures()]

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from symbiosis.server import openai_protocol
 from symbiosis.server.api_errors import ApiError, busy, failed, wrong
-from symbiosis.server.api_keys import Tenant
+from symbiosis.server.api_keys import OF_DAY, Tenant
 from symbiosis.server.generation import Delta, join
 from symbiosis.server.openai_fields import RAW
 from symbiosis.server.openai_protocol import CompletionBody, Whole, decoded
@@ -178,7 +178,8 @@ class Samples:
                         loads -= 1
                         await self._adapter(tenant, ask)
                         continue
-                    if error.status not in BUSY or self._front.state != "serving":
+                    is_over = error.reason == OF_DAY and error.retry_s > 1.0  # else what is reserved may come back
+                    if error.status not in BUSY or is_over or self._front.state != "serving":
                         raise
                     await asyncio.sleep(max(QUEUE_S, min(error.retry_s, 1.0)))
         except ApiError as error:
