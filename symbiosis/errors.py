@@ -25,7 +25,7 @@ SymbiosisError
 
 from enum import IntEnum
 
-from symbiosis.text import shown
+from symbiosis.text import LONGEST, shown
 
 
 class Code(IntEnum):
@@ -63,7 +63,10 @@ class ConfigError(SymbiosisError, ValueError):
 
 
 class AdapterError(ConfigError):
-    """An adapter cannot be served as it is."""
+    """An adapter cannot be served as it is. What it says is kept, and may have names of the adapter: it is cut."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message[:LONGEST])
 
 
 class UnknownAdapter(AdapterError):

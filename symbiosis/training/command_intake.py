@@ -256,7 +256,7 @@ def _made_or_wrong(verb: str, make: Callable[[], Command]) -> Command:
     try:
         return make()
     except Exception as wrong:
-        error = wrong
+        error = wrong.with_traceback(None)  # its frames have the command's data
 
     def tell(_: Any) -> None:
         raise error

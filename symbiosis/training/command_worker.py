@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from symbiosis.errors import SymbiosisError
 from symbiosis.training.command_intake import CommandIntake, Taken
 from symbiosis.training.joined_passes import JoinedPasses, PassParts
 from symbiosis.training.joined_steps import StepWords, step_together
@@ -169,6 +170,8 @@ class CommandWorker:
                 self._residency.drop(run)
                 result, error = None, no_room(run.journal.folder, why)
         if error is not None:
+            if command.number is not None and isinstance(error, SymbiosisError):
+                error = error.with_traceback(None)  # its future is kept, and frames would keep its data
             command.future.set_exception(error)
             return
         run.steps += command.verb == "step"

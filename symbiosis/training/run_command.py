@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from symbiosis.errors import ConfigError
+from symbiosis.text import LONGEST
 from symbiosis.training.datum import Datum
 from symbiosis.training.joined_steps import StepWords, step_together
 from symbiosis.training.losses import Custom
@@ -95,7 +96,7 @@ def result_record(verb: str, number: int | None, result: Any, error: BaseExcepti
     """Return the record of a result alone."""
     record = Record(verb=verb, number=number)
     if error is not None:
-        record.error = str(error) or type(error).__name__
+        record.error = str(error)[:LONGEST] or type(error).__name__
     elif isinstance(result, PassResult):
         record.loss, record.joined, record.mismatch = result.loss, result.joined, result.mismatch
         record.logprobs = [(packed(t), t.shape[1] if t.dim() == 2 else 0) for t in result.logprobs]

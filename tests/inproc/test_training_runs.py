@@ -1,8 +1,10 @@
 """Runs of an engine: numbers, tenants, limits, and a folder in which they outlive it."""
 
+import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,27 @@ def test_numbered_commands_are_done_in_order_and_once() -> None:
             other.forward_backward(batch(n)).result(60)
             other.step(1e-2).result(60)
         assert run.steps == 3 and run.next_number == 7 and are_equal(trained(run), trained(other))
+
+
+class Batch(list[Datum]):
+    """One that can be known not to be kept."""
+
+
+def test_what_is_kept_of_a_wrong_command_is_its_error_alone(tmp_path: Path) -> None:
+    with Engine(tiny_llama(), state=tmp_path) as engine:
+        run, given = engine.create(lora(), seed=1, name="mine"), Batch([Datum([1, 2], [2, 3])])
+        kept, ref = run.submit(1, "forward_backward", given, "l" * 1_000_000), weakref.ref(given)
+        del given
+        assert len(str(kept.exception(60))) < 300
+        gc.collect()
+        assert ref() is None
+        kept = run.submit(2, "call", lambda _: (_ for _ in ()).throw(ConfigError("a" * 1_000_000)))
+        kept.exception(60)
+        assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.name.startswith("log-")) < 100_000
+
+
+def test_what_an_adapter_error_says_is_cut() -> None:
+    assert len(str(AdapterError("a" * 1_000_000))) < 2000
 
 
 def test_a_wrong_command_uses_up_its_number(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ class TenantRuns:
         try:
             outcome = self._verbs[type(asked)](self, run, submit, asked)
         except TinkerRefusal as wrong:
-            outcome = outcome_after(submit("call", partial(_refuse, wrong)), _nothing)
+            outcome = outcome_after(submit("call", partial(_refuse, wrong.with_traceback(None))), _nothing)
         run.outcomes[number] = outcome
         return outcome
 
