@@ -18,6 +18,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 RENDERER = "role_colon"
 CONVERSATIONS = Path(next(iter(example_data.__path__))) / "conversations.jsonl"
+PROBLEMS = 64  # of `solved`
 QUESTIONS = ("What is a river?", "Name a fruit.", "What is snow?", "Who bakes bread?")
 
 
@@ -130,6 +131,35 @@ def small_sums(model: str, folder: str, beginner: str) -> None:
     asyncio.run(train.main(config))
 
 
+def solved(model: str, folder: str, largest: str, *samplers: str) -> None:
+    """Tell which share of the same problems each of these samplers solves, four answers to each: rewards of a run's steps are those of other problems
+    each time."""
+    import numpy
+    from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticEnv
+
+    service, chance = tinker.ServiceClient(), numpy.random.RandomState(1234)
+    renderer, prefix = get_renderer(RENDERER, tokenizer=get_tokenizer(model)), ArithmeticEnv.standard_fewshot_prefix()
+    problems = [
+        ArithmeticEnv(*map(int, pair), renderer=renderer, convo_prefix=prefix)
+        for pair in chance.randint(0, int(largest) + 1, (PROBLEMS, 2))
+    ]
+
+    async def share(client: tinker.SamplingClient) -> float:
+        async def right(number: int, problem: ArithmeticEnv) -> int:
+            prompt, stop = await problem.initial_observation()
+            how = tinker.SamplingParams(max_tokens=8, stop=stop, seed=number)
+            made = await client.sample_async(prompt, num_samples=4, sampling_params=how)
+            steps = [await problem.step(each.tokens) for each in made.sequences]
+            return sum(bool(step.metrics["correct"]) for step in steps)
+
+        return sum(await asyncio.gather(*[right(*each) for each in enumerate(problems)])) / (4 * len(problems))
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    told = [asyncio.run(share(service.create_sampling_client(model_path=path))) for path in samplers]
+    lines = [{"sampler": path, "solved": found} for path, found in zip(samplers, told, strict=True)]
+    (Path(folder) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def custom(model: str, folder: str) -> None:
     """A loss of the program's own, and the same one by name: their gradients move the adapter alike."""
     import torch
@@ -166,6 +196,7 @@ def custom(model: str, folder: str) -> None:
 
 if __name__ == "__main__":
     job, *words = sys.argv[1:]
-    {"dpo": dpo, "off_policy": off_policy, "on_policy": on_policy, "small_sums": small_sums, "custom": custom}[job](
-        *words
-    )
+    jobs = {
+        "dpo": dpo, "off_policy": off_policy, "on_policy": on_policy, "small_sums": small_sums, "solved": solved, "custom": custom,
+    }  # fmt: skip
+    jobs[job](*words)

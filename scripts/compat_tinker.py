@@ -124,18 +124,10 @@ class Jobs:
         self.run([self.sdk.python, "-m", f"tinker_cookbook.recipes.{recipe}.train", *given])
         return metrics(log)
 
-    def own(self, job: str, *more: str) -> list[dict[str, Any]]:
-        self.run(
-            [
-                self.sdk.python,
-                str(ROOT / "scripts" / "_tinker_jobs.py"),
-                job,
-                str(self.model),
-                str(self.folder / job),
-                *more,
-            ]
-        )
-        return metrics(self.folder / job)
+    def own(self, job: str, *more: str, log: str = "") -> list[dict[str, Any]]:
+        place = self.folder / (log or job)
+        self.run([self.sdk.python, str(ROOT / "scripts" / "_tinker_jobs.py"), job, str(self.model), str(place), *more])
+        return metrics(place)
 
     def chat(self, job: str, **options: Any) -> list[dict[str, Any]]:
         conversations = self.sdk.folder / "lib"
@@ -248,7 +240,12 @@ def learns(jobs: Jobs, job: str, report: Report) -> None:
         reward, mixed = column(rows, "env/all/reward/total"), column(rows, "env/all/by_group/frac_mixed")
         report.figure(f"{job}: reward by step", reward)
         report.bar(f"{job}: groups with unlike rewards, of all", mean(mixed), ">=", 0.2)  # others have advantages of 0
-        report.bar(f"{job}: reward, last three less first three", mean(reward[-3:]) - mean(reward[:3]), ">=", 0.02)
+        samplers = [last_checkpoint(jobs.folder / name, "sampler_path") for name in ("beginner", job)]
+        before, after = column(
+            jobs.own("solved", "9" if job == "small_sums" else "100", *samplers, log=f"{job}-solved"), "solved"
+        )
+        report.figure(f"{job}: problems solved, before and after", [before, after])
+        report.bar(f"{job}: problems solved, after less before", after - before, ">=", 0.02)
         if not late:
             kl(report, job, rows)
     elif job == "dpo":
