@@ -1,6 +1,7 @@
 """Figures for Prometheus. Where vLLM has the same figure, the name is vLLM's, with `symbiosis_serve_` for its `vllm:`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from heapq import nlargest
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -10,6 +11,7 @@ from prometheus_client.registry import Collector
 from symbiosis.base.logs import unwritten
 from symbiosis.executor.observe.process_figures import children, command_of, process_figures
 from symbiosis.server.api_keys import Keys
+from symbiosis.server.labelled_figures import MOST
 from symbiosis.server.observer import Observer, Series
 from symbiosis.server.tinker.training_figures import TenantTraining
 from symbiosis.serving.engine.engine_stats import EngineStats, Histogram
@@ -99,11 +101,13 @@ def families(kind: Any, prefix: str, several: Iterable[FamilyFigures]) -> Iterat
         yield family
 
 
-def _of_days(observer: Observer, keys: Keys) -> list[FamilyFigures]:
-    """Return what keys with a limit a day have had of it, if their tenants have series of their own."""
-    days = {name: each for name, each in keys.with_days().items() if (name,) in observer.tenants.shown}
-    today = {name: each.day.spent + each.day.reserved for name, each in days.items()}
-    most = {name: each.line.tokens_per_day for name, each in days.items()}
+def _of_days(keys: Keys) -> list[FamilyFigures]:
+    """Return what those keys have had of their day that have had most of it."""
+    shares = {
+        name: (each.day.spent + each.day.reserved, each.line.tokens_per_day) for name, each in keys.with_days().items()
+    }
+    names = nlargest(MOST, shares, key=lambda name: shares[name][0] / shares[name][1])
+    today, most = ({name: shares[name][which] for name in names} for which in (0, 1))
     return [
         ("tenant_tokens_today", "Tokens of a key's day, by UTC, with those reserved.", ["tenant"], today),
         ("tenant_tokens_per_day", "How many it may have in this process.", ["tenant"], most),
@@ -116,7 +120,7 @@ def _values(training: Mapping[str, TenantTraining], of: Callable[[TenantTraining
 
 def observed(prefix: str, observer: Observer, keys: Keys) -> Iterable[Metric]:
     """Yield what is counted of the requests of a process: a server's or a front end's."""
-    yield from families(GaugeMetricFamily, prefix, _of_days(observer, keys))
+    yield from families(GaugeMetricFamily, prefix, _of_days(keys))
     counted: list[FamilyFigures] = [
         ("http_requests", "Answers of HTTP.", ["path", "status"], observer.answered),
         ("refused_requests", "Requests that were refused or failed.", ["reason", "status", "tenant"], observer.refused),
