@@ -510,31 +510,38 @@ def test_bars_of_exact_quantisation(script: Callable) -> None:
 def test_bars_of_tinkers_rl(
     wrong: str, script: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on from a supervised run. One whose rewards stay, or are alike within each group, or whose sampler is another one, has learned nothing."""
+    """It goes on from a supervised run. One that solves no more than before, whose rewards are alike within each group, or whose sampler is another
+    one, has learned nothing."""
     compat = script("compat_tinker")
     asked = []
 
     def recipe(jobs: Any, job: str, name: str, **options: Any) -> list[dict[str, float]]:
         asked.append((name, options))
+        (jobs.folder / job).mkdir(exist_ok=True)
+        told = {"state_path": f"tinker://{job}", "sampler_path": f"tinker://{job}/sampler"}
+        (jobs.folder / job / "checkpoints.jsonl").write_text(json.dumps(told))
         if name == "chat_sl":
-            (jobs.folder / job).mkdir()
-            (jobs.folder / job / "checkpoints.jsonl").write_text('{"state_path": "tinker://sums"}\n')
             return []
         return [
             {
-                "env/all/reward/total": 0.3 if wrong == "flat" else 0.1 * step,
+                "env/all/reward/total": 0.1 * step,
                 "env/all/by_group/frac_mixed": 0.0 if wrong == "alike" else 0.5,
                 "optim/kl_sample_train_v1": -1e-3 if wrong == "apart" else 1e-7,
             }
             for step in range(6)
         ]
 
+    def own(jobs: Any, job: str, *words: str, log: str) -> list[dict[str, float]]:
+        assert (job, words) == ("solved", ("100", "tinker://beginner/sampler", "tinker://math_rl/sampler"))
+        return [{"solved": 0.25}, {"solved": 0.25 if wrong == "flat" else 0.5}]
+
     monkeypatch.setattr(compat.Jobs, "recipe", recipe)
+    monkeypatch.setattr(compat.Jobs, "own", own)
     report = compat.Report("compat_tinker")
     for _ in range(2):
         compat.learns(compat.Jobs(None, tmp_path, tmp_path, "http://nowhere"), "math_rl", report)
     assert [name for name, _ in asked] == ["chat_sl", "math_rl", "math_rl"]
-    assert all(options["load_checkpoint_path"] == "tinker://sums" for _, options in asked[1:])
+    assert all(options["load_checkpoint_path"] == "tinker://beginner" for _, options in asked[1:])
     [first, *_] = [json.loads(line)["messages"] for line in Path(asked[0][1]["dataset"]).read_text().splitlines()]
     assert first[0]["content"] == "What is 4 + 5?" and first[1]["content"] == "9" and len(first) == 4
     x, y = map(int, re.findall(r"\d+", first[2]["content"]))
@@ -544,9 +551,12 @@ def test_bars_of_tinkers_rl(
     }
     assert (
         failing
-        == {"": set(), "flat": {"reward"}, "alike": {"groups with unlike rewards"}, "apart": {"kl_sample_train_v1"}}[
-            wrong
-        ]
+        == {
+            "": set(),
+            "flat": {"problems solved"},
+            "alike": {"groups with unlike rewards"},
+            "apart": {"kl_sample_train_v1"},
+        }[wrong]
     )
 
 
