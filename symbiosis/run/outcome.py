@@ -1,13 +1,13 @@
 """What became of a model that a program loads: one line of stderr, or an error where it was to be shared. A dry run notes it, and ends where
 something would be computed."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
-
-import msgspec
 
 from symbiosis.errors import NotShared
 from symbiosis.run.settings import Settings, from_environment
@@ -16,7 +16,8 @@ from symbiosis.text import shown
 COMPUTES = "a model computes"  # the line after the last verdict of a dry run
 
 
-class Verdict(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Verdict:
     """What became of one model: how many layers the executor holds, or why it does not share.
 
     >>> Verdict("other", shares=False, why="its weights differ").line
@@ -95,11 +96,11 @@ def verdicts(text: str) -> Iterator[Verdict]:
     """
     for line in dict.fromkeys(text.split("\n")[:-1]):
         if line != COMPUTES:
-            yield msgspec.json.decode(line, type=Verdict)
+            yield Verdict(**json.loads(line))
 
 
 def _note(verdict: Verdict, settings: Settings) -> None:
-    _append(msgspec.json.encode(verdict).decode(), settings)
+    _append(json.dumps(asdict(verdict)), settings)
 
 
 def _append(line: str, settings: Settings) -> None:

@@ -68,7 +68,7 @@ class Upstream(asyncio.Protocol):
             if is_new and not last._transport.is_closing():
                 answer._may_repeat, answer._transport = True, last._transport
                 answer._transport.set_protocol(answer)
-            else:
+            elif not last._loop.is_closed():
                 last._transport.abort()
         if answer._transport is None:
             await answer._connect()

@@ -250,7 +250,7 @@ class Ttl(msgspec.Struct):
     ttl_seconds: int | None = None
 
 
-class Metadata(msgspec.Struct):
+class UserMetadata(msgspec.Struct):
     user_metadata: msgspec.Raw = RAW
 
 
@@ -308,7 +308,7 @@ def command_of(kind: type[Kind], data: bytes) -> Kind:
     body = decoded(kind, data)
     if not isinstance(body, m.WithMetadata):
         return body
-    metadata = bytes(decoded(Metadata, data).user_metadata)
+    metadata = bytes(decoded(UserMetadata, data).user_metadata)
     if metadata in (b"", b"null"):
         return msgspec.structs.replace(body, metadata=b"")
     if not metadata.startswith(b"{"):
