@@ -91,9 +91,7 @@ class Grammars:
             raise Unfit(guide.kind, f"is wrong: {str(error)[:300]}") from None
         with self._lock:
             prepared = self._prepare()
-        return library.LLMatcher(
-            prepared, grammar, log_level=0
-        )  # it would write warnings to stderr, in no format of the log
+        return library.LLMatcher(prepared, grammar, log_level=0)  # else it writes to stderr, past the log
 
     def _prepare(self) -> Any:
         """Convert the vocabulary for the library, which takes about a second for a large one."""

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
@@ -165,9 +166,9 @@ class Followers:
 
         threading.Thread(target=run, name="symbiosis-meeting", daemon=True).start()
         while not self.lost:
-            with suppress(TimeoutError):
+            if futures.wait([found], LOOK_S).done:
                 try:
-                    return found.result(LOOK_S)
+                    return found.result()
                 except RuntimeError as error:
                     self.lose_by(error)
         raise RanksLost(self.lost)
