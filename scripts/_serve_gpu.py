@@ -1,12 +1,15 @@
 """A decoding step of the server on a GPU: Llama-7B shapes with random bfloat16 weights, adapters of rank 16 on all seven projections."""
 # ruff: noqa: B023
 
+import gc
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +17,9 @@ from _processes import progress
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import symbiosis
 from symbiosis.base.reporting import Report, print_table
+from symbiosis.demo.processes import executor
 from symbiosis.kernels import with_triton
 from symbiosis.serving.lora.adapter import versions
 from symbiosis.serving.lora.adapter_cache import AdapterCache
@@ -24,7 +29,8 @@ from symbiosis.serving.request import Request
 from symbiosis.serving.runner import paged_runner
 from symbiosis.serving.runner.dense_runner import make_ready
 from symbiosis.serving.runner.model_runner import ModelRunner
-from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
+from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput
+from symbiosis.serving.scheduler.scheduler_output import Sequence as ServedSequence
 
 RANK = 16
 GIB = 1 << 30
@@ -92,9 +98,9 @@ def build(size: Size, device: str) -> nn.Module:
 class Bench:
     """A served model, with adapters whose numbers are all alike: each has pages of its own."""
 
-    def __init__(self, size: Size, device: str, most: int, compiles: bool) -> None:
+    def __init__(self, size: Size, model: nn.Module, most: int, compiles: bool) -> None:
         self.size = size
-        self.served: ModelRunner = make_ready(build(size, device), size.memory)
+        self.served: ModelRunner = make_ready(model, size.memory)
         assert self.served.fetcher is not None, "there are no kernels for this device"
         self.served.arena.flat.normal_()  # of what would be there, sums could be anything
         self.residency = AdapterCache(self.served.arena, self.served.blocks.make_room, self.served.fetcher)
@@ -138,7 +144,7 @@ class Bench:
         sequences = []
         for number in range(count):
             adapter = adapters[number % len(adapters)] if adapters else None
-            sequences.append(Sequence(Request(id=number, prompt=(1,)), 0, [1] * context, adapter, 0.0))
+            sequences.append(ServedSequence(Request(id=number, prompt=(1,)), 0, [1] * context, adapter, 0.0))
         sequences.sort(key=lambda sequence: sequence.version)
         for sequence in sequences:
             assert self.served.blocks.grow(sequence, context)
@@ -189,41 +195,101 @@ def copy_speed() -> float:
     return 2 * a.numel() / min(times)
 
 
-def step_bench(
-    report: Report, quick: bool, compiles: bool, profiles: bool, size: Size = Size(), device: str = "cuda"
-) -> None:
-    loads = ((4, 32),) if device == "cpu" else ((32, 512), (32, 2048), *(() if quick else ((128, 512),)))
-    most = max(count for count, _ in loads)
-    speed = copy_speed() if device == "cuda" else 1e10
-    report.figure("copy_tb_per_s", speed / 1e12)
-    progress(f"copies {speed / 1e12:.2f} TB/s")
-    bench, rows = Bench(size, device, most, compiles), []
-    seconds = 0.3 if quick else 2.0
-    with torch.inference_mode():
-        for count, context in loads:
-            times: dict[str, float] = {}
-            for kind, different in (("base", 0), ("identical", 1), ("distinct", count)):
-                adapters = bench.adapters(different)
-                with bench.requests(count, context, adapters) as step:
-                    progress(f"{count} requests of {context} tokens, {kind}")
-                    start = time.perf_counter()
-                    took = times[kind] = bench.time(step, seconds)
-                    progress(f"{took:.2f} ms (ready after {time.perf_counter() - start - seconds:.1f} s)")
-                    on_device = bench.device_time(step) if device == "cuda" else 0.0
-                bench.drop(adapters)
-                moved = size.weight_bytes + size.cache_bytes(count * context) + different * size.adapter_bytes
+@dataclass(frozen=True)
+class StepBench:
+    """How steps are measured, and where their figures go."""
+
+    report: Report
+    quick: bool
+    compiles: bool
+    profiles: bool
+    size: Size = Size()
+    device: str = "cuda"
+
+    @property
+    def loads(self) -> Sequence[tuple[int, int]]:
+        """Requests and tokens of each."""
+        if self.device == "cpu":
+            return ((4, 32),)
+        return (32, 512), (32, 2048), *(() if self.quick else ((128, 512),))
+
+    def run(self) -> None:
+        """A step beside what it must read."""
+        speed = copy_speed() if self.device == "cuda" else 1e10
+        self.report.figure("copy_tb_per_s", speed / 1e12)
+        progress(f"copies {speed / 1e12:.2f} TB/s")
+        bench, rows = self.bench(build(self.size, self.device)), []
+        for (count, context), times in self.times(bench).items():
+            for (kind, different), (took, on_device) in times.items():
+                moved = (
+                    self.size.weight_bytes
+                    + self.size.cache_bytes(count * context)
+                    + different * self.size.adapter_bytes
+                )
                 floor = moved / speed * 1e3
                 name = f"{count}x{context}_{kind}"
                 rows.append((f"{count} x {context}, {kind}", f"{took:.2f}", f"{on_device:.2f}", f"{floor:.2f}", f"{took / floor:.2f}", f"{count / took * 1e3:,.0f}"))  # fmt: skip
-                report.figure(f"{name}_ms", took)
-                report.figure(f"{name}_device_ms", on_device)
+                self.report.figure(f"{name}_ms", took)
+                self.report.figure(f"{name}_device_ms", on_device)
                 if kind == "distinct" and count == 32:
-                    report.bar(f"{name}_over_floor", took / floor, "<=", 1.6 if context == 512 else 1.4)
-            report.bar(f"{count}x{context}_distinct_of_identical", times["identical"] / times["distinct"], ">=", 0.95)
-            report.bar(f"{count}x{context}_adapters_over_base", times["distinct"] / times["base"], "<=", 1.2)
-        if profiles and device == "cuda":
-            show_profiles(bench, loads)
-    print_table(("a step", "ms", "device ms", "floor ms", "x floor", "tokens/s"), rows)
+                    self.report.bar(f"{name}_over_floor", took / floor, "<=", 1.6 if context == 512 else 1.4)
+            base, identical, distinct = (took for took, _ in times.values())
+            self.report.bar(f"{count}x{context}_distinct_of_identical", identical / distinct, ">=", 0.95)
+            self.report.bar(f"{count}x{context}_adapters_over_base", distinct / base, "<=", 1.2)
+        if self.profiles and self.device == "cuda":
+            show_profiles(bench, self.loads)
+        print_table(("a step", "ms", "device ms", "floor ms", "x floor", "tokens/s"), rows)
+
+    def run_quantised(self, how: str) -> None:
+        """A step over an executor whose weights are packed, which is as fast as one of bfloat16 weights."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            whole = build(self.size, self.device)
+            progress("saving the model")
+            whole.save_pretrained(folder / "model")  # type: ignore[operator]
+            bench = self.bench(whole)
+            dense = self.times(bench)
+            del bench, whole
+            gc.collect()
+            torch.cuda.empty_cache()
+            where = f"local://{folder}/executor.sock"
+            options = "--quantize", how, "--device", self.device, "--listen", where
+            progress(f"an executor packs it as {how}")
+            with executor(folder, str(folder / "model"), *options), torch.device(self.device):
+                packed_bench = self.bench(symbiosis.from_executor(where))
+                packed = self.times(packed_bench)
+                if self.profiles:
+                    show_profiles(packed_bench, self.loads)
+        rows = []
+        for (count, context), times in packed.items():
+            for (kind, different), (took, on_device) in times.items():
+                before, _ = dense[count, context][kind, different]
+                rows.append((f"{count} x {context}, {kind}", f"{before:.2f}", f"{took:.2f}", f"{on_device:.2f}", f"{before / took:.2f}"))  # fmt: skip
+                self.report.figure(f"{count}x{context}_{kind}_{how}_ms", took)
+            speedup = dense[count, context]["distinct", count][0] / times["distinct", count][0]
+            self.report.bar(f"{count}x{context}_{how}_faster", speedup, ">=", 1.25)
+        print_table(("a step", "bfloat16 ms", f"{how} ms", "device ms", "x"), rows)
+
+    def bench(self, model: nn.Module) -> Bench:
+        return Bench(self.size, model, max(count for count, _ in self.loads), self.compiles)
+
+    def times(self, bench: Bench) -> dict[tuple[int, int], dict[tuple[str, int], tuple[float, float]]]:
+        """Milliseconds of a step by load, by kind and number of adapters; and those that the device takes."""
+        seconds, found = 0.3 if self.quick else 2.0, {}
+        with torch.inference_mode():
+            for count, context in self.loads:
+                times = found[count, context] = dict[tuple[str, int], tuple[float, float]]()
+                for kind, different in (("base", 0), ("identical", 1), ("distinct", count)):
+                    adapters = bench.adapters(different)
+                    with bench.requests(count, context, adapters) as step:
+                        progress(f"{count} requests of {context} tokens, {kind}")
+                        start = time.perf_counter()
+                        took = bench.time(step, seconds)
+                        progress(f"{took:.2f} ms (ready after {time.perf_counter() - start - seconds:.1f} s)")
+                        on_device = bench.device_time(step) if self.device == "cuda" else 0.0
+                    times[kind, different] = took, on_device
+                    bench.drop(adapters)
+        return found
 
 
 def show_profiles(bench: Bench, loads: Iterable[tuple[int, int]]) -> None:

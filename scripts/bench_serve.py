@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -33,6 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.executor import mps
+from symbiosis.kernels.packing import FORMATS
 from symbiosis.serving import Engine
 from symbiosis.serving.request import Output, Request, Sampling
 
@@ -122,9 +124,11 @@ def on_gpu(args: argparse.Namespace) -> int:
         _serve_gpu.sweep_adapters()
     elif args.tiny:
         _serve_gpu.interpret()
-        _serve_gpu.step_bench(report, True, compiles, False, _serve_gpu.TINY, "cpu")
+        _serve_gpu.StepBench(report, True, compiles, False, _serve_gpu.TINY, "cpu").run()
     else:
-        _serve_gpu.step_bench(report, args.quick, compiles, args.profile)
+        size = replace(_serve_gpu.Size(), layers=args.layers or _serve_gpu.Size.layers)
+        bench = _serve_gpu.StepBench(report, args.quick, compiles, args.profile, size)
+        bench.run_quantised(args.quantize) if args.quantize else bench.run()
     return report.finish()
 
 
@@ -149,7 +153,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help="slora: how long a rate is offered (120; with --quick 12)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, help="of the model (with --cpu 4; step: 32)")
+    parser.add_argument(
+        "--quantize", choices=FORMATS, help="step: over an executor that packs the weights so, beside whole ones"
+    )
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     prepare(args.threads)
@@ -157,16 +164,17 @@ def main(arguments: list[str] | None = None) -> int:
         return on_gpu(args)
     if not args.cpu:
         parser.error(f"say what ({', '.join(WHATS)}), or --cpu")
+    layers = args.layers or 4
     length, rounds = (16, 1) if args.quick else (64, 3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        names = save_adapters(build(args.hidden, args.layers), folder)
-        alone: Any = PeftModel.from_pretrained(build(args.hidden, args.layers), folder / names[0], names[0])
+        names = save_adapters(build(args.hidden, layers), folder)
+        alone: Any = PeftModel.from_pretrained(build(args.hidden, layers), folder / names[0], names[0])
         for other in names[1:]:
             alone.load_adapter(folder / other, other)
         alone.eval()
         times: dict[str, list[float]] = {"server": [], "PEFT in turn": []}
-        with Engine(build(args.hidden, args.layers), adapters=folder, memory=1 << 29) as engine:
+        with Engine(build(args.hidden, layers), adapters=folder, memory=1 << 29) as engine:
             by_server(engine, names, 2, 10**6)
             by_peft(alone, names[:1], 2)
             for number in range(rounds):
@@ -179,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     print_table(("", "tokens/s"), [(side, f"{of:,.0f}") for side, of in pace.items()])
     report = Report("bench_serve")
     report.figure("hidden", args.hidden)
-    report.figure("layers", args.layers)
+    report.figure("layers", layers)
     report.figure("server_tokens_per_s", pace["server"])
     report.figure("peft_tokens_per_s", pace["PEFT in turn"])
     report.bar("different_requests", sum(a != b for a, b in zip(mine, theirs, strict=True)), "<=", 0)

@@ -77,7 +77,7 @@ class Graph:
     pool: "torch.cuda.MemPool | None"  # its memory, which must outlive it
     steps: "list[tuple[CudaConnection, CapturedStep]]"  # what executors know of it
     parts: list[Multiplied]  # the products that it makes with mapped weights
-    weights: list[dict[int, Tensor]]  # those weights, which must stay where they are
+    weights: list[Any]  # those weights, which must stay where they are
 
     def replay(self, given: list[Any]) -> Any:
         for mine, one in zip(self.given, given, strict=True):
@@ -259,7 +259,7 @@ class Captured:
         rings = [(line, line.recorded - old) for line, old in recorded if line.recorded > old]
         made = [(session, stats) for session, stats in made if stats.calls]
         assert graph is not None  # no other thread captures
-        return Graph(graph, mine, results[0], made, rings, None, steps, parts, [part.mapped.weights for part in parts])
+        return Graph(graph, mine, results[0], made, rings, None, steps, parts, [part.mapped.held for part in parts])
 
     def __del__(self) -> None:
         if self._streams is not None and not sys.is_finalizing():

@@ -239,7 +239,9 @@ class Session(Reconnecting):
         welcome = self._connected().welcome
         if not self.stays:
             self.endpoint = beside(welcome, self.endpoint, self.endpoints, name)
-        mapped = Mapped(welcome.manifest, self.priority, device) if self.share and welcome.shares_weights else None
+        mapped = None
+        if self.share and welcome.shares_weights:
+            mapped = Mapped(welcome.manifest, self.priority, device, reads_codes=not welcome.batch_invariant)
         line = transport.open_line(self.endpoint, greeting(self, name), device, self.patience, mapped)
         if self.spread is not None:
             self.spread = self.spread.moved(self.endpoint, self._with_rank)

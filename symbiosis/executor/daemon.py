@@ -140,7 +140,7 @@ def serve_store(store: Store, options: Options, pages: Pages | None, ready: Call
     if options.workers > (cores := len(os.sched_getaffinity(0))):
         log(logging.WARNING, "more workers than cores: they take turns", workers=options.workers, cores=cores)
     if options.shares_weights:
-        store.share_weights(is_asked=options.share_weights is True)
+        store.share_weights()
     look_at_what_is_new()
     server = ExecutorLoop(store, options)
     log(logging.INFO, "memory", **memory_plan(store, options))

@@ -64,7 +64,7 @@ class Executor:
         store = Store(model, chosen.serve, chosen.integers)
         del model  # so that the store lets go of a tensor when it moves it
         if shares:
-            store.share_weights(is_asked=chosen.share_weights is True)
+            store.share_weights()
         self.server = self.server_class(store, chosen)
         self.server.listen(chosen.listen or (new_url(),))
         self._ready = Future[None]()

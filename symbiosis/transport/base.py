@@ -1,6 +1,6 @@
 """The protocols of a transport's two ends, and of the executor as a transport sees it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -51,7 +51,7 @@ class Direct(NamedTuple):
 class Sharing(Protocol):
     """What a connection tells of the served weights that its client may multiply by itself, and asks it for."""
 
-    def join(self, weights: dict[int, Tensor], page: Any) -> None:
+    def join(self, weights: Mapping[int, Tensor | PackedWeight], page: Any) -> None:
         """Take the weights that are mapped now, by their numbers in the manifest; none, if the executor does not share them."""
         ...
 

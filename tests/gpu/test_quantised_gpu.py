@@ -15,7 +15,7 @@ from symbiosis.demo.processes import executor as executor_of
 from symbiosis.executor.model.load import load_model
 from symbiosis.kernels.packing import FORMATS, pack
 from symbiosis.serving import Engine
-from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
+from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral, wide_llama
 from tests.inproc.test_quantised import whole_of, with_values
 from tests.inproc.test_training import batch, lora
 from tests.quantised import WRITERS, write
@@ -126,6 +126,53 @@ def test_a_captured_step(format: str, tmp_path: Path, ids: Tensor) -> None:
             for _ in range(6):
                 assert torch.equal(step(ids), expected)
                 assert torch.equal(other(ids).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "nf4 nested", "gptq", "int8 rows"])
+def test_mapped_weights_make_tokens_and_calls_train(name: str, tmp_path: Path, ids: Tensor) -> None:
+    """By the executor's own kernels, so with its bits; and a program with mapped weights goes on when the executor is gone."""
+    write(tiny_llama().bfloat16(), tmp_path / "model", name)
+    where, ids = f"local://{tmp_path}/executor.sock", ids.cuda()
+    with executor_of(tmp_path, str(tmp_path / "model"), "--device", "cuda", "--listen", where) as executor:
+        split, called = symbiosis.from_executor(where), symbiosis.from_executor(where, share=False)
+        rows = ids, ids[:1, :1], ids.repeat(8, 1)
+        with torch.no_grad():
+            expected = [called(of).logits for of in rows]
+            for of, logits in zip(rows, expected, strict=True):
+                assert torch.equal(split(of).logits, logits)
+            step = symbiosis.capture(lambda ids: split(ids).logits)
+            for _ in range(5):
+                assert torch.equal(step(ids), expected[0])
+        products = symbiosis.stats(split).direct
+        assert products >= 8 * 7 * 2 and not symbiosis.stats(split).calls and not symbiosis.stats(called).direct
+        for got, right in zip(results(split, ids), results(called, ids), strict=True):
+            assert torch.equal(got, right)
+        assert set(symbiosis.stats(split).by_op) == {"forward", "dgrad"}
+        executor.kill()
+        with torch.no_grad():
+            for of, logits in zip(rows, expected, strict=True):
+                assert torch.equal(split(of).logits, logits)
+            assert torch.equal(step(ids), expected[0])
+
+
+def test_programs_hold_no_packed_weights_of_their_own(tmp_path: Path) -> None:
+    """Whatever there are of them: the pieces are the executor's."""
+    wide_llama().bfloat16().save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    where = f"local://{tmp_path}/executor.sock"
+    with executor_of(tmp_path, str(tmp_path / "model"), "--quantize", "int8", "--device", "cuda", "--listen", where):
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        split: Any = symbiosis.from_executor(where)
+        with torch.no_grad():
+            split(torch.zeros(1, 1, dtype=torch.int64, device="cuda"))
+        torch.cuda.synchronize()
+        packed = sum(
+            layer.weight.numel()
+            for layer in split.modules()
+            if isinstance(layer, nn.Linear) and layer is not split.lm_head
+        )
+        others = sum(weight.nbytes for weight in (*split.parameters(), *split.buffers()) if not weight.is_meta)
+        assert before - torch.cuda.mem_get_info()[0] < others + 0.5 * packed
 
 
 def test_servers_and_trainers(tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ from symbiosis.protocol import VERSION, Call, Hello, Op, Priority, Refusal, Repl
 from symbiosis.transport import connect
 from symbiosis.transport.cuda import words
 from symbiosis.transport.local import segment, shared_page
+from symbiosis.transport.local.packed_file import FileEntry
 from symbiosis.transport.nccl import driver as nccl
 from symbiosis.transport.reply_checks import accepted
 from tests.conftest import tiny_llama
 from tests.fault.test_hostile_executor import Operator
 
 # The digest of what goes over the wire in each version. A version that was ever released stays as it is here.
-DIGESTS = {14: "00c0f0cf8ea292f0", 15: "92f4e5fe8406a639"}
+DIGESTS = {14: "00c0f0cf8ea292f0", 15: "92f4e5fe8406a639", 16: "4425d31999e5e1b8"}
 HOW = (
     "what goes over the wire has changed: raise VERSION in symbiosis/protocol/ops.py to the next number that is not in DIGESTS, so that "
     "programs of other builds are refused by name, and add it there with the digest {}"
@@ -67,7 +68,9 @@ def constants(module: Any) -> dict[str, object]:
 def wire() -> str:
     """The digest of all that a client and an executor must agree on."""
     seen: dict[str, Any] = {}
-    unions = [described(inspect.type_info(kind), seen) for kind in (protocol.FromClient, protocol.FromExecutor)]
+    unions = [
+        described(inspect.type_info(kind), seen) for kind in (protocol.FromClient, protocol.FromExecutor, FileEntry)
+    ]
     calls = [
         Call(Op.FORWARD, 3, "float32", (2, 64), bias=True, also=(4, 5)),
         Call(Op.PRODUCT, 1, "bfloat16", (7, 5), view=View((5, 2), (1, 9), 3), priority=Priority.TRAIN, gradient=True),

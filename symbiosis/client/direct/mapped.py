@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 from symbiosis.client.direct.rule import DECODE_ROWS, should_send
 from symbiosis.client.requests import are_tensors_seen, unshared, will_be_made_again
 from symbiosis.errors import CallError, Code
+from symbiosis.kernels import with_triton
 from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms, whole_part
 from symbiosis.kernels.packed import PackedWeight
@@ -55,8 +56,13 @@ class Matrix(NamedTuple):
 class Mapped:
     """The mapped weights of one session. While the executor is away there is no `page` and no advice, so nothing is sent."""
 
-    def __init__(self, manifest: list[Layer], priority: Priority | None, device: torch.device) -> None:
+    def __init__(
+        self, manifest: list[Layer], priority: Priority | None, device: torch.device, reads_codes: bool = True
+    ) -> None:
+        """`reads_codes`: few rows are multiplied by packed weights as they lie there, where a GPU's kernel can."""
         self._manifest, self._priority, self.device = manifest, priority, device
+        self._codes: Any = with_triton("gpu.packed_rows") if reads_codes and device.type == "cuda" else None
+        self._by_codes: Any = None  # what multiplies so
         self._on_cpu = device.type == "cpu"
         self.weights: dict[int, Tensor] = {}  # those that are packed are without values, on the meta device
         self._packed: dict[int, PackedWeight] = {}
@@ -75,6 +81,10 @@ class Mapped:
     def join(self, weights: Mapping[int, Tensor | PackedWeight], page: Any) -> None:
         """Use the weights of the executor that this client has just joined."""
         self._packed = {number: weight for number, weight in weights.items() if isinstance(weight, PackedWeight)}
+        if self._codes is not None:
+            self._by_codes = self._codes.PackedProducts(
+                {one: self._packed[one] for one in self._packed if self._is_linear(one)}
+            )
         self.weights = {
             number: self._shown(number) if isinstance(weight, PackedWeight) else weight
             for number, weight in weights.items()
@@ -94,6 +104,14 @@ class Mapped:
         """Return what a packed weight looks like when it is whole, without its values."""
         layer = self._manifest[number]
         return torch.empty(layer.shape, dtype=TORCH_DTYPE[layer.dtype], device="meta")
+
+    def _is_linear(self, number: int) -> bool:
+        return self._manifest[number].kind == "linear"
+
+    @property
+    def held(self) -> tuple[Mapping[int, Tensor], Mapping[int, PackedWeight]]:
+        """The weights as they are mapped now: who launches kernels later that read them keeps these until then."""
+        return self.weights, self._packed
 
     def take_over(self, before: "Mapped") -> "Mapped":
         """Count on from where another one's figures and joins are. Returns this one."""
@@ -160,7 +178,11 @@ class Mapped:
     def multiplies(self, number: int, dtype: torch.dtype, rows: int) -> bool:
         """Whether a product of so many rows, in a step that is captured and records no gradients, is computed here."""
         matrix, advice = self._matrices.get(number), self.fixed
-        if matrix is None or matrix.dtype is not dtype or advice is None:
+        of_packed = number in self._packed and self._is_linear(number) and not self._on_cpu
+        there = self.weights[number].dtype if of_packed else matrix.dtype if matrix else None
+        if there is not dtype or advice is None:
+            return False
+        if of_packed and self._priority is Priority.TRAIN:
             return False
         training = self._priority is Priority.TRAIN
         return not should_send(rows, self._nbytes, training, advice.others, advice.give_way)
@@ -231,7 +253,16 @@ class Mapped:
         """Whether this call should be answered here rather than sent. Tells the executor of tokens that are decoded."""
         if not self.knows(call):
             return False
+        if call.op.traits.multiplies and self._is_made_whole_there(call):
+            return False
         return not call.op.traits.multiplies or not self._should_send(call.rows, call.priority is Priority.TRAIN)
+
+    def _is_made_whole_there(self, call: Call) -> bool:
+        """Whether a GPU's packed weight is made whole by the executor, once for the rows of all, rather than by each client for itself. Rows of which
+        no gradients are wanted do not go there for that."""
+        if self._on_cpu or self._page is None or call.layer not in self._packed:
+            return False
+        return (self._priority or call.priority) is Priority.TRAIN or not self._is_linear(call.layer)
 
     def answer(self, call: Call, payload: Payload, shapes: Shapes) -> list[Tensor]:
         """Answer a call as the executor would."""
@@ -254,6 +285,13 @@ class Mapped:
     def _products(self, call: Call, x_TK: Tensor) -> list[Tensor]:
         """Return the product of each layer of a group."""
         dtype = TORCH_DTYPE[call.dtype]
+        if self._by_codes is not None and len(x_TK) <= self._codes.MOST_ROWS:
+            few = self._by_codes.by(
+                call.layers, call.bias, lambda: [self._bias(layer).to(dtype) for layer in call.layers], dtype
+            )
+            if few is not None:
+                made: list[Tensor] = few.multiply(x_TK, [None] * len(call.layers))
+                return made
         results = []
         for layer in call.layers:
             bias = self._bias(layer).to(dtype) if call.bias else None

@@ -5,7 +5,7 @@ Shapes: T rows, K what goes in, N what comes out.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from symbiosis.protocol import WEIGHT_BITS, Call, Op
 from symbiosis.transport.tensors import TORCH_DTYPE
 
 if TYPE_CHECKING:
-    from symbiosis.kernels.gpu.packed_rows import PackedRows
+    from symbiosis.kernels.gpu.packed_rows import PackedProducts, PackedRows
 
 ALIGNED = 64  # bytes
 ONE_PRODUCT = (Op.FORWARD, Op.PRODUCT)  # ops whose reply holds each layer's product; those of DGRAD are added
@@ -30,13 +30,15 @@ class Products:
         self.store = store
         self.device = store.device
         self._most_by_codes = 0  # rows that are multiplied by packed weights as they lie there
-        self._by_codes: dict[Any, PackedRows | None] = {}
+        self._by_codes: PackedProducts | None = None
 
     def read_codes(self) -> None:
         """From now on, multiply few rows by packed weights on a GPU as they lie there. Sums round in their own way."""
-        from symbiosis.kernels.gpu.packed_rows import MOST_ROWS, load
+        from symbiosis.kernels.gpu.packed_rows import MOST_ROWS, PackedProducts, load
 
         load((packed, self.store.weights[number].dtype) for number, packed in self.store.packed.items())
+        manifest, packed = self.store.manifest, self.store.packed
+        self._by_codes = PackedProducts({one: packed[one] for one in packed if manifest[one].kind == "linear"})
         self._most_by_codes = MOST_ROWS
 
     def multiply(
@@ -67,17 +69,9 @@ class Products:
 
     def _codes_for(self, call: Call, x: list[Tensor]) -> "PackedRows | None":
         """Return what multiplies by the codes of packed weights, or None if they are made whole for this call."""
-        if not self._most_by_codes or call.op is not Op.FORWARD or call.view or len(x[0]) > self._most_by_codes:
+        if self._by_codes is None or call.op is not Op.FORWARD or call.view or len(x[0]) > self._most_by_codes:
             return None
-        key = call.layers, call.bias, call.dtype
-        if key not in self._by_codes:
-            from symbiosis.kernels.gpu.packed_rows import prepared
-
-            are_linear = all(self.store.manifest[layer].kind == "linear" for layer in call.layers)
-            packed = [self.store.packed.get(layer) if are_linear else None for layer in call.layers]
-            biases = self.store.biases_of(call) if call.bias else [None] * len(packed)
-            self._by_codes[key] = prepared(packed, biases, TORCH_DTYPE[call.dtype])
-        return self._by_codes[key]
+        return self._by_codes.by(call.layers, call.bias, lambda: self.store.biases_of(call), TORCH_DTYPE[call.dtype])
 
     def prepared(self, call: Call, x: list[Tensor]) -> list[Tensor]:
         """Return the rows as `panels` takes them, so that all panels share what is done with the rows alone."""

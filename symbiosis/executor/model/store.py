@@ -1,6 +1,5 @@
 """The frozen layers of one base model: which are served, under which names, and the matrix that each op multiplies by."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from symbiosis.base.layer_names import modules_in_base, parameter_in_base
 from symbiosis.base.layer_selection import choose, head_names, is_in, matches
 from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.executor.model.packed_tensor import PackedTensor
-from symbiosis.executor.observe.log import log
 from symbiosis.kernels.integers import quantise, warm
 from symbiosis.kernels.of_bitsandbytes import dtype_of, packed_of
 from symbiosis.kernels.operand import cast, matrix_of, whole_part
@@ -27,7 +25,6 @@ from symbiosis.transport.fingerprint import digest, model_fingerprint
 from symbiosis.transport.local import packed_file, shared_weights
 from symbiosis.transport.tensors import CPU, DTYPE_NAME, TORCH_DTYPE
 
-PACKED_ON_GPU = "no client maps packed weights on a GPU, so --share-weights does nothing here: their products are calls"
 SERVED_KINDS = ("linear", "conv1d", "tensor", "embedding")
 
 
@@ -164,16 +161,10 @@ class Store:
         """Return the file, or the files of all ranks, from which clients of this host take what they hold for themselves."""
         return self.striped if self.striped and self.files else [self.commons()]
 
-    def share_weights(self, is_asked: bool = False) -> None:
+    def share_weights(self) -> None:
         """Move the served weights into memory that clients may map, as this process does, and nobody can change: one sealed file, or a
-        few pieces of a GPU's memory. They move one by one, so that there is never a second copy of more than one tensor, or one piece.
-        On a GPU, a model with packed weights stays as it is: there a weight that is made whole once for the rows of all clients costs less than
-        one that each makes whole for itself. Who has asked for it (`is_asked`) is told so."""
+        few pieces of a GPU's memory. They move one by one, so that there is never a second copy of more than one tensor, or one piece."""
         if self.files or self.on_gpus:
-            return
-        if self.on_gpu and self.packed:
-            if is_asked:
-                log(logging.WARNING, PACKED_ON_GPU)
             return
         if self.striped:
             self.files = [*self.striped]
@@ -191,7 +182,10 @@ class Store:
             served = shared_weights.taken(self.manifest, self.files[0].fileno(), served=True)
         for number, weight in served.items():
             self.weights[number] = weight
-        if self.packed:
+        if self.packed and self.on_gpu:
+            files, self.packed = self._share_packed_on_gpu()
+            self.files += files
+        elif self.packed:
             self.files.append(packed_file.publish(self.packed))
             self.packed = packed_file.taken(self.manifest, self.files[-1].fileno())
         self.matrix.cache_clear()
@@ -207,6 +201,11 @@ class Store:
         pieces, served = weights.publish(self.manifest, self.device, moved)
         self.files = [os.fdopen(piece.fd(), "rb", buffering=0) for piece in pieces]
         return served
+
+    def _share_packed_on_gpu(self) -> tuple[list[BinaryIO], dict[int, PackedWeight]]:
+        from symbiosis.transport.cuda import packed_pieces
+
+        return packed_pieces.publish(self.manifest, self.packed, self.device)
 
     def _phase(self, number: int) -> int:
         return shared_weights.phase(self.weights[number])

@@ -6,7 +6,7 @@ that are summed up are cut into parts, so that enough of the GPU reads at once; 
 Shapes: T rows, K what goes in, N what comes out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -236,6 +236,28 @@ class PackedRows:
         )  # fmt: skip
         biases, has_bias = _four([member.bias for member in members]), members[0].bias is not None
         _added[(sum(tiles), T)](sums, T, *_four(outs), *biases, *sizes, has_bias, parts, tiling.N, num_warps=1)
+
+
+class PackedProducts:
+    """What multiplies few rows by packed matrices as they lie there, prepared once for each set of them."""
+
+    def __init__(self, matrices: Mapping[int, PackedWeight]) -> None:
+        self._matrices = matrices
+        self._prepared: dict[Any, PackedRows | None] = {}
+
+    def by(
+        self,
+        numbers: tuple[int, ...],
+        has_bias: bool,
+        biases: Callable[[], Sequence[Tensor | None]],
+        dtype: torch.dtype,
+    ) -> PackedRows | None:
+        """Return what multiplies rows of this dtype by these matrices, or None if one of them has to be made whole."""
+        key = numbers, has_bias, dtype
+        if key not in self._prepared:
+            each = biases() if has_bias else [None] * len(numbers)
+            self._prepared[key] = prepared([self._matrices.get(number) for number in numbers], each, dtype)
+        return self._prepared[key]
 
 
 def prepared(

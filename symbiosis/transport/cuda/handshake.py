@@ -19,8 +19,10 @@ from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, ProtocolError, SymbiosisError
+from symbiosis.kernels.packed import PackedWeight
 from symbiosis.protocol import (
     Bye,
     Call,
@@ -43,9 +45,11 @@ from symbiosis.protocol import (
 )
 from symbiosis.transport.base import Sharing
 from symbiosis.transport.control_messages import MOST_AT_ONCE, connected, received, send
+from symbiosis.transport.cuda import packed_pieces
 from symbiosis.transport.cuda.driver import CudaError, DeviceMemory, WordPage
-from symbiosis.transport.cuda.weights import mapped
+from symbiosis.transport.cuda.weights import layout, mapped
 from symbiosis.transport.cuda.words import ANSWERED, BEAT, ENQUEUED, FIRST_BYTES
+from symbiosis.transport.local import packed_file
 from symbiosis.transport.local.client import BELL, must_be, read_letter
 from symbiosis.transport.local.segment import Slab
 from symbiosis.transport.local.shared_page import NBYTES, SharedPage
@@ -215,7 +219,10 @@ class CudaHandshake:
             if not fds:
                 sharing.join({}, None)
                 return
-            found = mapped(self.welcome.manifest, fds[:-1], self._device)
+            manifest, dense = self.welcome.manifest, len(layout(self.welcome.manifest)[1])
+            found: dict[int, Tensor | PackedWeight] = {**mapped(manifest, fds[:dense], self._device)}
+            if packed_file.holds_packed(manifest):
+                found |= packed_pieces.mapped(manifest, fds[dense:-1], self._device)
             page = Slab(fds[-1], NBYTES)
             fds.pop()  # which is the slab's now
             self._page = SharedPage(page)

@@ -33,7 +33,7 @@ def layout(manifest: Sequence[Layer]) -> tuple[dict[int, TensorPlace], list[int]
     """Where each tensor lies, by its number in the manifest, and how many bytes each piece holds. Both sides count alike."""
     numbers = in_file(manifest, served=True)
     distinct = {_same(manifest[number]): _nbytes(manifest[number]) for number in numbers}
-    most = max(sum(distinct.values()) // PIECES, SMALLEST)
+    most = most_of_piece(sum(distinct.values()))
     places: dict[int, TensorPlace] = {}
     found: dict[tuple[str, str, tuple[int, ...]], TensorPlace] = {}
     sizes: list[int] = []
@@ -46,6 +46,11 @@ def layout(manifest: Sequence[Layer]) -> tuple[dict[int, TensorPlace], list[int]
             sizes[-1] += distinct[key]
         places[number] = found[key]
     return places, sizes
+
+
+def most_of_piece(nbytes: int) -> int:
+    """Return about how many bytes a piece holds, of so many in all."""
+    return max(nbytes // PIECES, SMALLEST)
 
 
 def _same(layer: Layer) -> tuple[str, str, tuple[int, ...]]:

@@ -16,7 +16,6 @@ from symbiosis.errors import Code, ConnectionLost, HandshakeFailed, ProtocolErro
 from symbiosis.kernels.packed import PackedWeight
 from symbiosis.protocol import (
     CALL_SIZE,
-    ELSEWHERE,
     LONGEST_TEXT,
     MAX_WELCOME,
     REPLY_SIZE,
@@ -198,7 +197,7 @@ class LocalConnection:
             return held_in(self.welcome, fds, served=False)
 
     def served_weights(self) -> dict[int, Tensor | PackedWeight]:
-        is_packed = any(layer.packed and layer.kind != ELSEWHERE for layer in self.welcome.manifest)
+        is_packed = packed_file.holds_packed(self.welcome.manifest)
         with self._answered(Share(weights=True), Shared, 0, 2 + is_packed, self.welcome.ranks + 1) as (_, fds):
             if not fds:
                 return {}

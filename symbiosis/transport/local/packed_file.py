@@ -2,7 +2,7 @@
 
 0      how many bytes the head has
 8      the head: the number, kind, figures and parts of each weight
-...    the parts, each at a multiple of 64 bytes
+...    the parts, each at a multiple of 64 bytes; those of a GPU lie in its memory (`transport.cuda.packed_pieces`), and the file ends here
 """
 
 import fcntl
@@ -11,6 +11,7 @@ import os
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from math import prod
 from typing import Annotated, Any, BinaryIO
@@ -40,15 +41,20 @@ Numbers = Annotated[tuple[int, ...], msgspec.Meta(max_length=8)]
 
 
 class FilePart(msgspec.Struct, frozen=True):
-    """One tensor of a packed weight, and how far behind the head it begins."""
+    """One tensor of a packed weight, and how far behind the head it begins; or, on a GPU, in which piece of memory, and how far from its beginning."""
 
     dtype: str
     shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=8)]
     begin: Size
+    piece: Size = 0
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -60,12 +66,21 @@ class FileEntry(msgspec.Struct, frozen=True):
     parts: dict[str, FilePart]
 
 
+def holds_packed(manifest: Sequence[Layer]) -> bool:
+    """Whether any weights of an executor are packed."""
+    return any(map(_is_packed, manifest))
+
+
+def _is_packed(layer: Layer) -> bool:
+    return bool(layer.packed) and layer.kind != ELSEWHERE
+
+
 def publish(weights: dict[int, PackedWeight]) -> BinaryIO:
     """Write packed weights into a memory file and seal it. Each is taken from `weights` when it is written."""
-    entries = list(_entries(weights))
+    entries = entries_of(weights, ALIGNED)
     head = msgspec.msgpack.encode(entries)
     start = _aligned(LENGTH.size + len(head))
-    size = start + _nbytes(entries)
+    size = start + max((part.end for part in parts_of(entries)), default=0)
     file = os.fdopen(os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b", buffering=0)
     file.truncate(size)
     with mmap.mmap(file.fileno(), size) as memory:
@@ -79,53 +94,80 @@ def publish(weights: dict[int, PackedWeight]) -> BinaryIO:
     return file
 
 
-def _entries(weights: dict[int, PackedWeight]) -> Iterator[FileEntry]:
-    begin = 0
+def publish_head(entries: Sequence[FileEntry]) -> BinaryIO:
+    """Write what there is of weights whose parts lie elsewhere into a memory file, and seal it."""
+    head = msgspec.msgpack.encode(entries)
+    file = os.fdopen(os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b", buffering=0)
+    file.write(LENGTH.pack(len(head)) + head)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+    return file
+
+
+def entries_of(weights: dict[int, PackedWeight], aligned: int, most: int | None = None) -> list[FileEntry]:
+    """Say where each part of some weights will lie: one behind the other, in pieces of at most `most` bytes if that is given."""
+    entries, begin, piece = [], 0, 0
     for number, weight in weights.items():
         parts = {}
         for name, tensor in weight.parts.items():
-            parts[name] = FilePart(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), begin)
-            begin = _aligned(begin + tensor.nbytes)
+            if most is not None and begin and begin + tensor.nbytes > most:
+                begin, piece = 0, piece + 1
+            parts[name] = FilePart(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), begin, piece)
+            begin = _aligned(parts[name].end, aligned)
         figures = {one.name: getattr(weight, one.name) for one in fields(weight) if one.name not in parts}
-        yield FileEntry(number, type(weight).__name__, figures, parts)
+        entries.append(FileEntry(number, type(weight).__name__, figures, parts))
+    return entries
 
 
-def _nbytes(entries: Sequence[FileEntry]) -> int:
-    """Return how many bytes all parts take, with what lies between them."""
-    return max((part.begin + part.nbytes for entry in entries for part in entry.parts.values()), default=0)
+def parts_of(entries: Sequence[FileEntry]) -> Iterator[FilePart]:
+    """Return the parts of all weights."""
+    return (part for entry in entries for part in entry.parts.values())
 
 
 def taken(manifest: Sequence[Layer], fd: int) -> dict[int, PackedWeight]:
     """Map the packed weights of the file `fd`, by number. Raises `ProtocolError` unless they are those of the manifest. A write to one ends the
     process (SIGSEGV)."""
+    start, entries = head_of(fd)
+    with packed_or_refused():
+        size = start + max((part.end for part in parts_of(entries)), default=0)
+        must_hold(fd, size, SEALS)
+        memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        return made_again(manifest, entries, lambda part: _tensor(memory, start + part.begin, part))
+
+
+def head_of(fd: int) -> tuple[int, list[FileEntry]]:
+    """Read how far from the beginning of a file the parts begin, and what is told of them."""
     must_hold(fd, LENGTH.size, SEALS)
     (length,) = LENGTH.unpack(os.pread(fd, LENGTH.size, 0))
     if length > LONGEST_HEAD:
         raise ProtocolError(Code.BAD_FRAME, f"packed weights begin with at most {LONGEST_HEAD} bytes, not {length}")
-    start = _aligned(LENGTH.size + length)
-    must_hold(fd, start, SEALS)
-    try:
+    must_hold(fd, LENGTH.size + length, SEALS)
+    with packed_or_refused():
         entries = msgspec.msgpack.decode(os.pread(fd, length, LENGTH.size), type=list[FileEntry])
-        size = start + _nbytes(entries)
-        must_hold(fd, size, SEALS)
-        memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-        found = {entry.number: _weight(memory, start, entry) for entry in entries}
+    return _aligned(LENGTH.size + length), entries
+
+
+@contextmanager
+def packed_or_refused() -> Iterator[None]:
+    """Refuse an executor of which anything in the block shows that it tells nonsense."""
+    try:
+        yield
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise ProtocolError(Code.BAD_FRAME, f"these are no packed weights: {error}") from None
-    told = {
-        number: (layer.packed, layer.shape)
-        for number, layer in enumerate(manifest)
-        if layer.packed and layer.kind != ELSEWHERE
-    }
+
+
+def made_again(
+    manifest: Sequence[Layer], entries: Sequence[FileEntry], tensor: Callable[[FilePart], Tensor]
+) -> dict[int, PackedWeight]:
+    """Return the weights, by number, of what lies in each of their parts. Raises `ProtocolError` unless they are those of the manifest."""
+    found: dict[int, PackedWeight] = {}
+    for entry in entries:
+        figures: dict[str, Any] = dict(entry.figures)
+        parts = {name: tensor(part) for name, part in entry.parts.items()}
+        found[entry.number] = KINDS[entry.kind](**figures, **parts)
+    told = {number: (layer.packed, layer.shape) for number, layer in enumerate(manifest) if _is_packed(layer)}
     if told != {number: (weight.format, weight.shape) for number, weight in found.items()}:
         raise ProtocolError(Code.BAD_FRAME, "the packed weights are not those of the manifest")
     return found
-
-
-def _weight(memory: mmap.mmap, start: int, entry: FileEntry) -> PackedWeight:
-    parts = {name: _tensor(memory, start + part.begin, part) for name, part in entry.parts.items()}
-    figures: dict[str, Any] = dict(entry.figures)
-    return KINDS[entry.kind](**figures, **parts)
 
 
 def _tensor(memory: mmap.mmap, begin: int, part: FilePart) -> Tensor:
@@ -137,5 +179,5 @@ def _tensor(memory: mmap.mmap, begin: int, part: FilePart) -> Tensor:
         return torch.frombuffer(memory, dtype=dtype, count=prod(part.shape), offset=begin).view(part.shape)
 
 
-def _aligned(place: int) -> int:
-    return -(-place // ALIGNED) * ALIGNED
+def _aligned(place: int, to: int = ALIGNED) -> int:
+    return -(-place // to) * to
