@@ -255,7 +255,7 @@ class StepBench:
             where = f"local://{folder}/executor.sock"
             options = "--quantize", how, "--device", self.device, "--listen", where
             progress(f"an executor packs it as {how}")
-            with executor(folder, str(folder / "model"), *options), torch.device(self.device):
+            with executor(folder, str(folder / "model"), *options):
                 packed_bench = self.bench(symbiosis.from_executor(where))
                 packed = self.times(packed_bench)
                 if self.profiles:

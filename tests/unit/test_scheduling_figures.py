@@ -341,6 +341,21 @@ def test_long_turns_say_what_a_multiplication_costs(
     assert costs.of_turn(batch) == pytest.approx((learned or 0.0) * price * last / 10)
 
 
+def test_a_price_that_was_too_high_is_corrected_by_short_turns() -> None:
+    """One slow turn on a busy machine must not cut all products of its kind finely for ever: turns so short teach nothing by themselves."""
+    costs, call = Costs(), item(rows=24, price=1 << 24, kind="k", grains=((64, 896), (8, 9000)))
+    costs.learn_turn(Batch("a", [Slice(call, 0, 24)], 0.0, 896, 0, 448), 0.02)
+    dear = costs.at_most(call, 24)
+    ended = Batch("a", [Slice(call, 0, 24)], 0.0, 896, 895, 896, seconds=0.01)
+    costs.learn_turn(ended, 1e-5)
+    assert costs.at_most(call, 24) == dear
+    costs.learn(ended)
+    assert costs.at_most(call, 24) == pytest.approx(dear + (0.01 - dear) / 4)
+    ended.seconds = 1.0
+    costs.learn(ended)
+    assert costs.at_most(call, 24) < dear, "what turns cost by themselves makes nothing dearer"
+
+
 def test_preparing_is_counted_apart() -> None:
     costs, call = Costs(), item(rows=64, price=1 << 20, kind="k", grains=((64, 10), (8, 90)))
     batch = Batch("a", [Slice(call, 0, 64)], 0.0, 10, 0, 10, prepared_s=0.32)

@@ -76,6 +76,8 @@ class Costs:
         """Learn from a batch that has run."""
         by_rows = batch.slices[0].item.divisible
         self.learn_product(batch.key, batch.rows if by_rows else 0, batch.seconds)
+        if batch.first:
+            self._learn_all_turns(batch)
         if (by_rows and batch.rows < FEW_ROWS) or (price := batch.price) < WORTH_LEARNING:
             return
         self._usual += SMOOTHING * (batch.seconds / price - self._usual)
@@ -91,9 +93,25 @@ class Costs:
         if batch.prepared_s and not batch.first:
             seconds -= batch.prepared_s
             observe(self._prepared, batch.key, batch.prepared_s / batch.rows)
-        size = SIZES[min(batch.rows, FEW_ROWS) if item.divisible else FEW_ROWS]
-        known = self._learn_kind(item.kind, size, seconds / price)
-        observe(self._of_key, (item.key, size), seconds / price, known)
+        self._learn_multiplication(item, self._size(batch), seconds / price)
+
+    def _learn_all_turns(self, batch: Batch) -> None:
+        """Learn from all turns together that a multiplication costs less than was thought: turns that are cut too short for that teach nothing."""
+        item, price = batch.slices[0].item, batch.price
+        if item.kind is None or price < WORTH_LEARNING:
+            return
+        size = self._size(batch)
+        known = self._of_key.get((item.key, size)) or self._of_kind.get((item.kind, size))
+        if known and batch.seconds / price < known:
+            self._learn_multiplication(item, size, batch.seconds / price)
+
+    @staticmethod
+    def _size(batch: Batch) -> int:
+        return SIZES[min(batch.rows, FEW_ROWS) if batch.slices[0].item.divisible else FEW_ROWS]
+
+    def _learn_multiplication(self, item: Item, size: int, seconds: float) -> None:
+        known = self._learn_kind(item.kind, size, seconds)
+        observe(self._of_key, (item.key, size), seconds, known)
 
     def learn_product(self, key: Hashable, rows: int, seconds: float) -> float:
         """Learn from a product of this key. Return what one costs now."""
