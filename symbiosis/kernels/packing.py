@@ -12,7 +12,7 @@ from symbiosis.kernels.packed import PackedWeight, ScaledWeight, TableWeight
 FORMATS = ("int8", "fp8", "nf4")
 PIECE = 1 << 16  # values that are float32 at a time: packed weights are all that grows while a model is loaded
 FP8 = torch.float8_e4m3fn
-MOST_OF_FP8 = 448.0
+MOST_OF_INT8, MOST_OF_FP8 = 127.0, 448.0
 BLOCK, NESTED_BLOCK = 64, 256
 STEPS = 1 << 16  # to which bitsandbytes rounds what it packs by 8 bits, on a CPU
 NF4 = (
@@ -42,7 +42,8 @@ def pack(weight: Tensor, format: str) -> PackedWeight:
 
 
 def _by_rows(weight: Tensor, format: str) -> ScaledWeight:
-    """Return codes with a scale for each row: the largest value of a row has the largest code."""
+    """Return codes with a scale for each row, by which its largest value has about the largest code. Scales have as few bits as bfloat16: a GPU then
+    multiplies codes by them two at a time."""
     shape, dtype = tuple(weight.shape), torch.int8 if format == "int8" else FP8
     rows = weight.detach().reshape(-1, shape[-1])
     codes = torch.empty(rows.shape, dtype=dtype, device=weight.device)
@@ -50,13 +51,19 @@ def _by_rows(weight: Tensor, format: str) -> ScaledWeight:
     for piece in _pieces(rows):
         values = rows[piece].to(torch.float32, copy=True)
         largest = values.abs().amax(1, keepdim=True)
-        if dtype is torch.int8:
-            scale[piece] = largest * (1 / 127)
-            codes[piece] = values.mul_(127 / largest).nan_to_num_(0).round_().to(dtype)
-        else:
-            scale[piece] = largest / MOST_OF_FP8
-            codes[piece] = values.div_(scale[piece]).nan_to_num_(0).clamp_(-MOST_OF_FP8, MOST_OF_FP8).to(dtype)
+        scale[piece] = _rounded_up(largest / (MOST_OF_INT8 if dtype is torch.int8 else MOST_OF_FP8))
+        values.div_(scale[piece]).nan_to_num_(0)
+        codes[piece] = (values.round_() if dtype is torch.int8 else values).to(dtype)
     return ScaledWeight(shape, format, codes.view(shape), scale.view(*shape[:-1], 1), (1, shape[-1]))
+
+
+def _rounded_up(scale: Tensor) -> Tensor:
+    """Return the next values that bfloat16 has.
+
+    >>> _rounded_up(torch.tensor([0.0, 1.0, 1.001])).tolist()
+    [0.0, 1.0, 1.0078125]
+    """
+    return (scale.view(torch.int32) + 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
 
 
 def _nf4(weight: Tensor) -> TableWeight:

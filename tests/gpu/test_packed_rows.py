@@ -21,6 +21,11 @@ def blocks(weight: Tensor) -> PackedWeight:
     return ScaledWeight((N, K), "fp8", weight.to(torch.float8_e4m3fn), scale, (128, 128))
 
 
+def rounded(weight: PackedWeight) -> PackedWeight:
+    assert isinstance(weight, ScaledWeight)
+    return ScaledWeight(weight.shape, weight.format, weight.codes, weight.scale.bfloat16().float(), weight.block)
+
+
 def groups(weight: Tensor, group: int = 128, ordered: bool = True) -> GroupedWeight:
     """Integers of 4 bits, as those of GPTQ and AWQ."""
     N, K = weight.shape
@@ -31,7 +36,22 @@ def groups(weight: Tensor, group: int = 128, ordered: bool = True) -> GroupedWei
     return GroupedWeight((N, K), "gptq", codes, scale, zero, of_columns if ordered else of_columns.flip(0))
 
 
+def every_code(weight: Tensor, dtype: torch.dtype, scale: float = 1.0, has_nan: bool = False) -> ScaledWeight:
+    """All codes that there are, with scales of bfloat16."""
+    N, K = weight.shape
+    codes = torch.arange(N * K, device="cuda").to(torch.uint8).view(N, K)
+    if dtype is not torch.int8 and not has_nan:
+        codes = torch.where((codes & 127) == 127, codes - 1, codes)
+    scales = (torch.rand(N, 1, device="cuda") + 0.1).mul_(scale).bfloat16().float()
+    return ScaledWeight((N, K), "int8" if dtype is torch.int8 else "fp8", codes.view(dtype), scales, (1, K))
+
+
 MADE: dict[str, Any] = {
+    "every int8": lambda weight: every_code(weight, torch.int8),
+    "every fp8": lambda weight: every_code(weight, torch.float8_e4m3fn),
+    "every fp8, small": lambda weight: every_code(weight, torch.float8_e4m3fn, 1e-6),
+    "every fp8, large": lambda weight: every_code(weight, torch.float8_e4m3fn, 300.0),
+    "blocks of bfloat16": lambda weight: rounded(blocks(weight)),
     **{format: lambda weight, format=format: pack(weight, format) for format in ("int8", "fp8")},
     "blocks": blocks,
     "groups": groups,
@@ -67,6 +87,30 @@ def test_products_are_those_of_the_whole_matrix(format: str, dtype: torch.dtype)
                 exact = x.double() @ whole.double() + (0 if bias is None else bias.double())
                 theirs = torch.dist(product(x, whole, bias).double(), exact)
                 assert torch.dist(got.double(), exact) <= 1.2 * theirs + 1e-9, (format, K, T)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_values_of_pairs_are_those_of_the_whole_matrix(dtype: torch.dtype) -> None:
+    """Bit for bit: a row of a one and zeros has no sums."""
+    from symbiosis.kernels.gpu.packed_rows import prepared
+
+    for scale in (1.0, 1e-5, 100.0):
+        packed = every_code(torch.empty(96, 256), dtype, scale)
+        rows = prepared([packed], [None], torch.bfloat16)
+        assert rows is not None
+        whole = packed.whole(torch.bfloat16)
+        for begin in range(0, 256, 64):
+            ones = torch.zeros(64, 256, device="cuda", dtype=torch.bfloat16)
+            ones[torch.arange(64), torch.arange(begin, begin + 64)] = 1
+            assert torch.equal(rows.multiply(ones, [None])[0], whole[:, begin : begin + 64].t())
+
+
+def test_codes_that_are_not_numbers_stay_so() -> None:
+    from symbiosis.kernels.gpu.packed_rows import prepared
+
+    packed = every_code(torch.empty(96, 256), torch.float8_e4m3fn, has_nan=True)
+    rows = prepared([packed], [None], torch.bfloat16)
+    assert rows is not None and rows.multiply(torch.ones(1, 256, device="cuda").bfloat16(), [None])[0].isnan().all()
 
 
 def test_graphs_go_on_with_other_rows() -> None:

@@ -27,24 +27,54 @@ class PackedTiling(NamedTuple):
     warps: int
     stages: int
     programs: int
+    transposed: bool = False  # whether a step multiplies the matrix by the rows
 
 
 FEWEST, MOST_ROWS = 16, 64  # that a matrix unit multiplies at least, and that are taken at most
 MOST_MEMBERS = 4  # matrices of one launch
 FLOATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-BYTES, GROUPS = range(2)  # how codes stand for values
+BYTES, GROUPS, FP8_PAIRS, INT8_PAIRS = range(4)  # how codes stand for values
 LEAST_STEP = 32  # columns
 ALIGNED = 16  # values of a row, and bytes of where it lies
 SIZES = ["N0", "N1", "N2", "N3", "first1", "first2", "first3"]
 # By what codes are, and the rows that there is room for.
 TILINGS = {
     (BYTES, 16): PackedTiling(64, 128, 4, 4, 512),
-    (BYTES, 32): PackedTiling(64, 128, 4, 4, 512),
-    (BYTES, 64): PackedTiling(128, 128, 8, 4, 1024),
+    (BYTES, 32): PackedTiling(64, 128, 4, 4, 512, True),
+    (BYTES, 64): PackedTiling(128, 128, 8, 4, 1024, True),
     (GROUPS, 16): PackedTiling(64, 128, 4, 4, 1024),
-    (GROUPS, 32): PackedTiling(64, 128, 4, 4, 1024),
-    (GROUPS, 64): PackedTiling(128, 128, 8, 3, 1024),
+    (GROUPS, 32): PackedTiling(64, 128, 4, 4, 1024, True),
+    (GROUPS, 64): PackedTiling(128, 128, 8, 3, 1024, True),
+    **{(how, room): PackedTiling(128, 128, 4, 3, 512) for how in (FP8_PAIRS, INT8_PAIRS) for room in (16, 32, 64)},
 }
+NAN_OF_FP8 = 0x7F
+LIFT = 2.0**120  # the bits of an fp8, as those of a bfloat16, are a value so many times too small
+MOST_SCALE = 2.0**7  # which can be lifted
+# Four codes to bfloat16, two pairs at a time. Of fp8 sign, exponent and mantissa go where bfloat16 has them.
+OF_FP8 = tl.constexpr("""{
+.reg .b32 t, u, a, b;
+prmt.b32 t, $2, 0, 0x1404;
+prmt.b32 u, $2, 0, 0x3424;
+shr.b32 a, t, 4;
+shr.b32 b, u, 4;
+and.b32 a, a, 0x07f007f0;
+and.b32 b, b, 0x07f007f0;
+lop3.b32 $0, t, 0x80008000, a, 0xEA;
+lop3.b32 $1, u, 0x80008000, b, 0xEA;
+}""")
+# Of an integer the low bits are added to 128, of which 128 is taken again, or 256 if it is negative.
+OF_INT8 = tl.constexpr("""{
+.reg .b32 t, u, a, b, c, d;
+prmt.b32 t, $2, 0, 0x4140;
+prmt.b32 u, $2, 0, 0x4342;
+lop3.b32 a, t, 0x007f007f, 0x43004300, 0xEA;
+lop3.b32 b, t, 0x00800080, 0x43004300, 0xEA;
+lop3.b32 c, u, 0x007f007f, 0x43004300, 0xEA;
+lop3.b32 d, u, 0x00800080, 0x43004300, 0xEA;
+sub.rn.bf16x2 $0, a, b;
+sub.rn.bf16x2 $1, c, d;
+}""")
+TIMES = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
 
 
 class Codes(NamedTuple):
@@ -85,6 +115,26 @@ def _multiplied(x_TK, w_NK, sums, TRANSPOSED: tl.constexpr):  # type: ignore[no-
     return sums
 
 
+@triton.jit
+def _of_pairs(w_NK, factor, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the values of codes of 8 bits, with factors of bfloat16: rounded once, as everywhere."""
+    if HOW == 2:
+        code = tl.inline_asm_elementwise(OF_FP8, "=r,=r,r", [w_NK], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        code = tl.inline_asm_elementwise(OF_INT8, "=r,=r,r", [w_NK], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return tl.inline_asm_elementwise(
+        TIMES, "=r,r,r", [code, tl.broadcast_to(factor, code.shape)], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def _factor(scales, at, real, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    factor = tl.load(scales + at, mask=real, other=0.0)
+    if HOW < 2:
+        factor = factor.to(tl.float32)
+    return factor[:, None]
+
+
 @triton.jit(do_not_specialize=["T", "STEPS", *SIZES])
 def _parts(  # type: ignore[no-untyped-def]
     x, parts, T, K, STEPS, codes0, codes1, codes2, codes3, scale0, scale1, scale2, scale3, zero0, zero1, zero2, zero3, N0, N1, N2, N3,
@@ -108,8 +158,8 @@ def _parts(  # type: ignore[no-untyped-def]
     else:
         sums = tl.zeros((ROWS, BLOCK_N), tl.float32)
     if not PER:
-        factor = tl.load(scales + scale_row, mask=real, other=0.0).to(tl.float32)[:, None]
-    if HOW == 0:
+        factor = _factor(scales, scale_row, real, HOW)
+    if HOW != 1:
         k = tl.arange(0, BLOCK_K)
         w = tl.multiple_of(codes + n.to(tl.int64)[:, None] * K + k[None, :], [16, 16])
         x_at = x + row[:, None] * K + k[None, :]
@@ -121,14 +171,18 @@ def _parts(  # type: ignore[no-untyped-def]
         start = number * BLOCK_K  # so that it is known to be a multiple
         if PER:
             at = scale_row + start // PER
-            factor = tl.load(scales + at, mask=real, other=0.0).to(tl.float32)[:, None]
+            factor = _factor(scales, at, real, HOW)
         else:
             at = scale_row
-        if HOW == 0:
+        if HOW != 1:
             inside = True if EVEN else (start + k < K)[None, :]
             w_NK = tl.load(w + start, mask=real[:, None] & inside, other=0.0)
             x_TK = tl.load(x_at + start, mask=there & inside, other=0.0)
-            sums = _multiplied(x_TK, (w_NK.to(tl.float32) * factor).to(FLOAT), sums, TRANSPOSED)
+            if HOW == 0:
+                values = (w_NK.to(tl.float32) * factor).to(FLOAT)
+            else:
+                values = _of_pairs(w_NK, factor, HOW)
+            sums = _multiplied(x_TK, values, sums, TRANSPOSED)
         else:  # two codes in a byte, and two of the row's values in a word
             pair = tl.load(w + number * (BLOCK_K // 2), mask=real[:, None], other=0).to(tl.int32)
             both = tl.load(x_at + number * (BLOCK_K // 2), mask=there, other=0)
@@ -232,7 +286,7 @@ class PackedRows:
         read = [part for name in names for part in _four([getattr(member.codes, name) for member in members])]
         _parts[(sum(tiles), parts)](
             x, sums, T, K, each, *read, *sizes, first.how, first.per, first.rows, FLOATS[self._dtype], room, tiling.N, step, K % step == 0,
-            room > FEWEST, num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False,
+            tiling.transposed, num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False,
         )  # fmt: skip
         biases, has_bias = _four([member.bias for member in members]), members[0].bias is not None
         _added[(sum(tiles), T)](sums, T, *_four(outs), *biases, *sizes, has_bias, parts, tiling.N, num_warps=1)
@@ -264,7 +318,7 @@ def prepared(
     weights: Sequence[PackedWeight | None], biases: Sequence[Tensor | None], dtype: torch.dtype
 ) -> PackedRows | None:
     """Return what multiplies rows of this dtype by these weights, or None if one of them is not read here."""
-    found = [None if weight is None or dtype not in FLOATS else codes_of(weight) for weight in weights]
+    found = [None if weight is None else codes_of(weight, dtype) for weight in weights]
     members = [
         PackedMatrix(codes, weight.shape, bias)
         for codes, weight, bias in zip(found, weights, biases, strict=True)
@@ -273,14 +327,19 @@ def prepared(
     return PackedRows(members, dtype) if len(members) == len(weights) else None
 
 
-def codes_of(weight: PackedWeight) -> Codes | None:
-    """Return how a weight is read, or None if it is not read here."""
-    if len(weight.shape) != 2 or weight.shape[1] % ALIGNED or weight.device.type != "cuda" or not has_kernel(weight):
+def codes_of(weight: PackedWeight, dtype: torch.dtype) -> Codes | None:
+    """Return how a weight is read for rows of this dtype, or None if it is not read here."""
+    if dtype not in FLOATS or len(weight.shape) != 2 or weight.shape[1] % ALIGNED:
+        return None
+    if weight.device.type != "cuda" or not has_kernel(weight):
         return None
     K, found = weight.shape[1], None
     if isinstance(weight, ScaledWeight):
         per = 0 if weight.scale.shape[-1] == 1 else weight.block[1]
         found = Codes(BYTES, weight.codes, weight.scale, per, weight.block[0])
+        if dtype is torch.bfloat16 and (how := _pairs_of(weight)) is not None:
+            scale = weight.scale.float() * (LIFT if how == FP8_PAIRS else 1)
+            found = found._replace(how=how, codes=weight.codes.view(torch.uint8), scale=scale.bfloat16())
     elif isinstance(weight, GroupedWeight):
         groups = weight.scale.shape[-1]
         per = 0 if groups == 1 else K // groups
@@ -290,14 +349,26 @@ def codes_of(weight: PackedWeight) -> Codes | None:
     if found is None or found.codes.data_ptr() % ALIGNED:
         return None
     is_step = found.per >= LEAST_STEP and found.per & (found.per - 1) == 0 and K % found.per == 0
-    return found if is_step or (not found.per and (found.how == BYTES or K % TILINGS[GROUPS, FEWEST].K == 0)) else None
+    return found if is_step or (not found.per and (found.how != GROUPS or K % TILINGS[GROUPS, FEWEST].K == 0)) else None
+
+
+def _pairs_of(weight: ScaledWeight) -> int | None:
+    """Return how codes are read two at a time, or None if they are not: for that scales have to be bfloat16's, and of fp8 all codes numbers."""
+    scale, codes = weight.scale.float(), weight.codes
+    if not torch.equal(scale.bfloat16().float(), scale):
+        return None
+    if codes.dtype == torch.int8:
+        return INT8_PAIRS
+    if codes.dtype != torch.float8_e4m3fn or (scale.numel() and scale.abs().max() >= MOST_SCALE):
+        return None
+    return None if ((codes.view(torch.uint8) & NAN_OF_FP8) == NAN_OF_FP8).any() else FP8_PAIRS
 
 
 def load(weights: Iterable[tuple[PackedWeight, torch.dtype]]) -> None:
     """Make CUDA load the kernels for these weights, with rows of this dtype, now, and not when somebody waits for them."""
     kinds: dict[Any, tuple[Codes, PackedWeight, torch.dtype]] = {}
     for weight, dtype in weights:
-        if dtype in FLOATS and (codes := codes_of(weight)) is not None:
+        if (codes := codes_of(weight, dtype)) is not None:
             kinds[(dtype, *codes.kind)] = codes, weight, dtype
     for codes, weight, dtype in kinds.values():
         N, K = weight.shape
