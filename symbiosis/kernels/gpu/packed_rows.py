@@ -7,6 +7,7 @@ Shapes: T rows, K what goes in, N what comes out.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from symbiosis.kernels.packed import GroupedWeight, PackedWeight, ScaledWeight
 
 
 class PackedTiling(NamedTuple):
-    """The outputs and inputs of a step, the warps, the stages of the pipeline that loads, and about how many programs there are. The values were
+    """The outputs and inputs of a step, the warps, the stages of the pipeline that loads, and how many programs run at once. The values were
     measured."""
 
     N: int
@@ -39,14 +40,21 @@ ALIGNED = 16  # values of a row, and bytes of where it lies
 SIZES = ["N0", "N1", "N2", "N3", "first1", "first2", "first3"]
 # By what codes are, and the rows that there is room for.
 TILINGS = {
-    (BYTES, 16): PackedTiling(64, 128, 4, 4, 512),
-    (BYTES, 32): PackedTiling(64, 128, 4, 4, 512, True),
-    (BYTES, 64): PackedTiling(128, 128, 8, 4, 1024, True),
-    (GROUPS, 16): PackedTiling(64, 128, 4, 4, 1024),
-    (GROUPS, 32): PackedTiling(64, 128, 4, 4, 1024, True),
-    (GROUPS, 64): PackedTiling(128, 128, 8, 3, 1024, True),
-    **{(how, room): PackedTiling(128, 128, 4, 3, 512) for how in (FP8_PAIRS, INT8_PAIRS) for room in (16, 32, 64)},
+    (BYTES, 16): PackedTiling(64, 128, 4, 4, 528),
+    (BYTES, 32): PackedTiling(64, 128, 4, 4, 528, True),
+    (BYTES, 64): PackedTiling(128, 128, 8, 4, 1056, True),
+    (GROUPS, 16): PackedTiling(64, 128, 4, 4, 1056),
+    (GROUPS, 32): PackedTiling(64, 128, 4, 4, 1056, True),
+    (GROUPS, 64): PackedTiling(128, 128, 8, 3, 1056, True),
 }
+for how in (FP8_PAIRS, INT8_PAIRS):
+    TILINGS[how, 16] = PackedTiling(64, 128, 4, 4, 528)
+    TILINGS[how, 32] = PackedTiling(128, 128, 8, 3, 264)
+    TILINGS[how, 64] = PackedTiling(128, 128, 4, 3, 264)
+MOST_PARTS, PART_S = (
+    32,
+    0.01,
+)  # of the columns that are summed up; what one more costs, of the time in which one program would sum up all
 NAN_OF_FP8 = 0x7F
 LIFT = 2.0**120  # the bits of an fp8, as those of a bfloat16, are a value so many times too small
 MOST_SCALE = 2.0**7  # which can be lifted
@@ -277,7 +285,7 @@ class PackedRows:
         step = min(tiling.K, first.per or tiling.K)
         tiles = [triton.cdiv(member.shape[0], tiling.N) for member in members]
         steps = triton.cdiv(K, step)
-        each = triton.cdiv(steps, min(max(1, round(tiling.programs / sum(tiles))), max(1, steps // 2)))  # of a part
+        each = steps_of_part(sum(tiles), steps, tiling.programs)
         parts = triton.cdiv(steps, each)
         sums = torch.empty(parts, T, sum(tiles) * tiling.N, dtype=torch.float32, device=x.device)
         begins = [sum(tiles[:number]) for number in range(1, MOST_MEMBERS)]
@@ -325,6 +333,21 @@ def prepared(
         if codes is not None and weight is not None
     ]
     return PackedRows(members, dtype) if len(members) == len(weights) else None
+
+
+@cache
+def steps_of_part(tiles: int, steps: int, programs: int) -> int:
+    """Return how many steps each part of the columns has: the GPU runs so many programs at once, and those that are left over take as long as all.
+
+    >>> [steps_of_part(tiles, 32, 264) for tiles in (32, 86, 172, 1000)]
+    [4, 11, 11, 32]
+    """
+
+    def cost(each: int) -> float:
+        parts = triton.cdiv(steps, each)
+        return float(triton.cdiv(tiles * parts, programs) * each / steps + PART_S * parts * max(1, tiles / programs))
+
+    return min(range(steps, max(1, triton.cdiv(steps, MOST_PARTS), min(2, steps)) - 1, -1), key=cost)
 
 
 def codes_of(weight: PackedWeight, dtype: torch.dtype) -> Codes | None:
