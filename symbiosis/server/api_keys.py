@@ -59,11 +59,16 @@ class Tenant:
         if before.per_s and line.tokens_per_s:  # without a limit nothing is owed, nor saved up
             self.tokens.owed, self.tokens.since = before.owed, before.since
 
-    def check(self, requests: int, now: float) -> None:
-        """Raise `ApiError` if so many more requests are too many, or if the tenant owes tokens."""
+    def check_most(self, requests: int, field: str = "n") -> None:
+        """Raise `ApiError` if the tenant may never have so many requests under way. `field`: what says how many there are."""
         most = self.line.requests
         if most and requests > most:
-            raise wrong(f"this key may have {most} requests under way, and this would be {requests}", "n")
+            raise wrong(f"this key may have {most} requests under way, and this would be {requests}", field)
+
+    def check(self, requests: int, now: float) -> None:
+        """Raise `ApiError` if so many more requests are too many, or if the tenant owes tokens."""
+        self.check_most(requests)
+        most = self.line.requests
         if most and self.under_way + requests > most:
             raise too_many(
                 f"this key may have {most} requests under way, and has {self.under_way}",

@@ -63,7 +63,7 @@ def _made(
         tokens = front.prompts.of_chat([{"role": "user", "content": body.inputs}], {})
     else:
         tokens = front.prompts.of_text(body.inputs, True, _cut(body))
-    most = front.tokens_for([tokens], asked.max_tokens, None, "max_new_tokens")
+    most = front.tokens_for([tokens], asked.max_tokens, None, "max_new_tokens", "inputs")
     guide = asked.follows[1] if asked.follows else None
     sampling = sampling_of(asked, most, asked.logprobs, guide)
     scored = (asked.logprobs or 0) if told.decoder_input_details else None

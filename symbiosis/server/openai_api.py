@@ -179,7 +179,8 @@ def _chat(
     )
     prompts = [shortened(tokens, front.prompts.cut(body))]
     guide = _chat_guide(front, body, use)
-    most = front.tokens_for(prompts, body.wanted, None, "max_completion_tokens")
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    most = front.tokens_for(prompts, body.wanted, None, field, "messages")
     tops = (body.top_logprobs or 0) if body.logprobs else None
     sampling = openai_protocol.sampling_of(body, most, tops, guide, front.prompts.sequences(body.bad_words))
     echo = content_of(body.messages[-1]) if body.echo else ""

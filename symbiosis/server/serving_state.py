@@ -119,6 +119,7 @@ class ServingState(ApiState):
             if body.continuation.base not in ("", self.remote.welcome.fingerprint):
                 raise ApiError(409, OTHER_BASE, "continuation")
             _check_continuation(body.continuation, completions, self.remote.welcome.longest)
+        tenant.check_most(completions, field)
         self._check_room(tenant, prompts, completions, field)
         most = min(tokens, self.remote.welcome.most_tokens)
         admission = tenant.admit(completions, self.keys.clock(), completions * most)
@@ -158,15 +159,17 @@ class ServingState(ApiState):
         generation.held = Lease(self._logprobs, admission.tenant.name)
         admission.at_end += [held.end, generation.held.end]
 
-    def tokens_for(self, prompts: list[tuple[int, ...]], wanted: int | None, default: int | None, name: str) -> int:
+    def tokens_for(
+        self, prompts: list[tuple[int, ...]], wanted: int | None, default: int | None, name: str, prompt: str = "prompt"
+    ) -> int:
         """Return how many tokens a completion may have: `wanted` if they fit, else it is an error; by default as many as fit. (The engine
-        knows what an adapter leaves of them.)"""
+        knows what an adapter leaves of them.) `name` and `prompt` are the fields that say how many, and of what."""
         longest, length = self.remote.welcome.longest, max(map(len, prompts))
         left = longest - length
-        if left < (0 if wanted == 0 else 1) or (wanted or 0) > left:
+        is_full = left < (0 if wanted == 0 else 1)
+        if is_full or (wanted or 0) > left:
             size = f"{length} of the prompt and {wanted or 1} more"
-            param = {"max_completion_tokens": "messages", "max_new_tokens": "inputs"}.get(name, "prompt")
-            raise too_long(longest, size, param, f", or {name}")
+            raise too_long(longest, size, prompt if is_full else name, f", or {name}")
         fits = max(1, self.remote.welcome.most_tokens - length)
         return min(fits, default or fits) if wanted is None else wanted
 

@@ -36,14 +36,14 @@ def chat(api: Api, length: int, **fields: Any) -> Any:
     return api.client.chat.completions.create(**how).usage.completion_tokens
 
 
-@pytest.mark.parametrize(("model", "virtual"), [("demo", 0), ("soft", VIRTUAL)])
-def test_a_chat_has_what_the_model_and_virtual_tokens_leave(api: Api, model: str, virtual: int) -> None:
+@pytest.mark.parametrize(("model", "virtual", "param"), [("demo", 0, "max_tokens"), ("soft", VIRTUAL, "messages")])
+def test_a_chat_has_what_the_model_and_virtual_tokens_leave(api: Api, model: str, virtual: int, param: str) -> None:
     length = api.engine.longest - virtual - LEFT
     assert chat(api, length, model=model) == LEFT
     assert chat(api, length, model=model, max_tokens=LEFT) == LEFT
     with pytest.raises(openai.BadRequestError, match="(reduce the length of the input|shorten the) prompt") as refusal:
         chat(api, length, model=model, max_tokens=LEFT + 1)
-    assert refusal.value.param == "messages"  # as clients call what the engine has as its prompt
+    assert refusal.value.param == param  # as clients call what the engine has as its prompt
 
 
 def test_a_completion_has_what_is_left_if_that_is_less_than_the_default(api: Api) -> None:

@@ -53,6 +53,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str | None]] = {
     "a continuation whose time is no time": (continued(created=2**70), 400, "continuation"),
     "a continuation of choices that are not there": (continued(ended=[5]), 400, "continuation"),
     "a continuation with a long name": (continued(id="x" * 100_000), 400, "continuation"),
+    "more tokens than fit": ({**SHORT, "max_tokens": 10**6}, 400, "max_tokens"),
     "a long text": ({**SHORT, "prompt": "ab c" * 1_000_000}, 400, "prompt"),
     "a long prompt": ({**SHORT, "prompt": [97] * 1_000_000}, 400, "prompt"),
     "a schema of very many names": (

@@ -115,6 +115,9 @@ def test_what_a_tenant_can_never_have_is_not_to_be_tried_again() -> None:
     with refused(400) as error:
         Tenant(KeyLine("anna", requests=2)).admit(3, now=0.0)
     assert error.value.body["error"]["param"] == "n" and not error.value.retry_s
+    with refused(400) as error:
+        Tenant(KeyLine("anna", requests=2)).check_most(3, "input")
+    assert error.value.body["error"]["param"] == "input"
 
 
 def test_a_tenant_that_has_spent_its_tokens_waits_until_they_have_grown_again() -> None:
