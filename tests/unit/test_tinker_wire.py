@@ -25,7 +25,9 @@ from tests.unit.test_serving_detokenize import bytes_tokenizer
 if importlib.util.find_spec("tinker") is None:
     pytest.skip("needs the package tinker, for its descriptor", allow_module_level=True)
 
+from symbiosis.server.tinker import samples as samples_module
 from symbiosis.server.tinker import wire
+from symbiosis.server.tinker.kept_samples import ONE_BYTES
 from symbiosis.server.tinker.promises import outcome_after, outcome_of_error
 from symbiosis.server.tinker.routes import Tinker
 from symbiosis.server.tinker.samples import Chunk, Params, SamplePrompt, SampleRequest, Samples
@@ -181,3 +183,40 @@ def test_others_run_while_a_long_table_is_written() -> None:
     data, longest, whole = asyncio.run(sample(front_of(told)))
     assert wire.messages().SampleResponse.FromString(data).topk_prompt_logprobs.length == len(told)
     assert longest < whole / 2, (longest, whole)
+
+
+def test_samples_that_are_done_have_so_many_bytes_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tokens(200, 20)
+
+    async def main() -> None:
+        front = front_of(told)
+        samples, tenant = Samples(front), front.keys.nobody
+        prompt = SamplePrompt([Chunk(tokens=[token.id % 258 for token in told])])
+
+        async def sample(number: int, samples: Samples = samples) -> int:
+            ask = SampleRequest(
+                prompt, Params(max_tokens=0), prompt_logprobs=True, topk_prompt_logprobs=20, sampling_session_id="a", seq_id=number
+            )  # fmt: skip
+            task = samples.task(tenant, (await samples.begin(tenant, ask))["request_id"])
+            assert task is not None
+            found = len(await task)
+            await asyncio.sleep(0)
+            return found
+
+        def there() -> list[int]:
+            return [number for number in range(8) if samples.task(tenant, f"a/sample-{number}") is not None]
+
+        nbytes = await sample(0, Samples(front)) + ONE_BYTES
+        monkeypatch.setattr(samples_module, "KEPT_BYTES", 3 * nbytes + nbytes // 2)
+        for number in range(3):
+            await sample(number)
+        samples.was_told(tenant, "a/sample-1")
+        await sample(3)
+        assert there() == [0, 2, 3]  # what has been had goes first
+        await sample(4)
+        assert there() == [2, 3, 4]  # then the oldest
+        await sample(1)
+        assert there() == [1, 3, 4]  # it is drawn again, and nothing ends it before its time
+        assert len(samples._timers) == 3
+
+    asyncio.run(main())

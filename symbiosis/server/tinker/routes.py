@@ -149,6 +149,7 @@ class Tinker:
         if not done:
             return json_response({"type": "try_again", "request_id": id, "queue_state": "active"})
         self._forget((tenant.name, id))  # the engine's process has what has come
+        self._samples.was_told(tenant, id)
         found = task.result()
         if isinstance(found, m.PromiseOutcome):
             data, media = wire.outcome_bytes(found)

@@ -20,9 +20,11 @@ from symbiosis.server.server_marks import new_session_id
 from symbiosis.server.serving_state import ServingState
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker import wire
+from symbiosis.server.tinker.kept_samples import KeptSamples
 
 QUEUE_S = 0.2  # between two looks whether there is room
-KEPT_S = 120.0  # samples that nobody has fetched
+KEPT_S = 120.0  # samples that are done
+KEPT_BYTES = 64 << 20  # of one key: the SDK asks anew for what has given way
 LOADS = 3  # times that an adapter is loaded again for one request
 BUSY = (429, 503)  # what passes by itself: it is waited for here, and not by the client
 TOKEN_BYTES = 12  # of a token, as JSON has it
@@ -103,6 +105,8 @@ class Samples:
     def __init__(self, front: ServingState) -> None:
         self._front = front
         self._tasks: dict[tuple[str, str], asyncio.Task[bytes | m.PromiseOutcome]] = {}  # by tenant and request
+        self._kept: dict[str, KeptSamples] = {}  # of each tenant: those that are done
+        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}  # until they are forgotten
         self._under_way, self._tokens = (
             Counter[str](),
             Counter[str](),
@@ -137,14 +141,34 @@ class Samples:
         self._under_way[name] += 1
         self._tokens[name] += tokens
 
-        def end(_: object) -> None:
+        def end(task: "asyncio.Task[bytes | m.PromiseOutcome]") -> None:
             for count, less in ((self._under_way, 1), (self._tokens, tokens)):
                 count[name] -= less
                 if not count[name]:
                     del count[name]
-            asyncio.get_running_loop().call_later(KEPT_S, self._tasks.pop, key, None)
+            self._keep(key, task)
 
         task.add_done_callback(end)
+
+    def _keep(self, key: tuple[str, str], task: "asyncio.Task[bytes | m.PromiseOutcome]") -> None:
+        """Keep a sample that is done for a while. Others of its key give way to it."""
+        name, id = key
+        self._timers[key] = asyncio.get_running_loop().call_later(KEPT_S, self._forget, key)
+        for gone in self._kept.setdefault(name, KeptSamples(KEPT_BYTES)).add(id, _size_of(task)):
+            self._forget((name, gone))
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        name, id = key
+        self._tasks.pop(key, None)
+        self._timers.pop(key).cancel()
+        self._kept[name].drop(id)
+        if not self._kept[name]:
+            del self._kept[name]
+
+    def was_told(self, tenant: Tenant, id: str) -> None:
+        """Note that a client has had a sample."""
+        if (kept := self._kept.get(tenant.name)) is not None:
+            kept.tell(id)
 
     def read(self, data: bytes) -> SampleRequest:
         """Read a body. What can never be sampled is refused before anything is made of its sizes."""
@@ -225,6 +249,12 @@ class Samples:
         finally:
             generation.end()
             admission.end(generation.prompt_tokens + generation.completion_tokens)
+
+
+def _size_of(task: "asyncio.Task[bytes | m.PromiseOutcome]") -> int:
+    """Return the bytes of what a task has returned; of errors nothing, since they are short."""
+    made = None if task.cancelled() or task.exception() is not None else task.result()
+    return len(made) if isinstance(made, bytes) else 0
 
 
 def _check(ask: SampleRequest) -> None:
