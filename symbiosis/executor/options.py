@@ -74,7 +74,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     allow_read: Annotated[bool, Doc("Let clients read weights (merging, methods that need values).")] = False
     share_weights: Annotated[bool | None, Doc(
         "Let clients of your own user at local:// (on a GPU: on the same one) map the weights read-only, and multiply by them directly "
-        "where a call would gain nothing. With --shard fsdp on GPUs, and of a quantised model there, nothing is mapped. Default: they may, unless a "
+        "where a call would gain nothing. With --shard fsdp on GPUs nothing is mapped. Default: they may, unless a "
         "--max-tenant-...-per-s is set.")] = None
     integers: Annotated[tuple[int, ...], Doc(
         "Also serve integer products, with weights quantised to 8 or 16 bits, for clients that hide their rows. Repeatable.")] = ()

@@ -731,3 +731,10 @@ for text, lives in ((source, True), (wrong, False)):
     assert (os.waitpid(mutants.forked(lambda: mutants.run(mutant, names)), 0)[1] == 0) is lives
 """
     subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent, check=True, timeout=110)
+
+
+def test_a_server_and_a_trainer_on_a_packed_base(script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a tiny model on the CPU: every token is made, and steps are, alone and together."""
+    assert script("bench_large").main(["--tiny"]) == 0
+    found = last_line(capsys.readouterr().out, "bench_large")["figures"]
+    assert min(found[name] for name in ("tokens_per_s", "tokens_per_s_together", "step_ms_of_a_layer_together")) > 0
