@@ -17,13 +17,22 @@ import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from tests.secret_files import write_secret
-from tests.serving_api import Api, http_process, web
+from tests.serving_api import Api, eventually, http_process, web
 
 if importlib.util.find_spec("tinker") is None:
     pytest.skip("needs the package tinker, for its descriptor", allow_module_level=True)
 
-from symbiosis.server.tinker import disk_shares, samplers, tenant_runs, tinker_service, tinker_sessions, wire
+from symbiosis.server.tinker import (
+    disk_shares,
+    gone_servers,
+    samplers,
+    tenant_runs,
+    tinker_service,
+    tinker_sessions,
+    wire,
+)
 from symbiosis.server.tinker import tinker_messages as m
+from symbiosis.server.tinker.checkpoint_store import RunFacts, write_facts
 from symbiosis.server.tinker.tinker_messages import TinkerRefusal
 from tests.process.test_tinker import KEYS, Client, datum, error_of, served, tensor
 
@@ -279,6 +288,23 @@ def test_limits_of_a_key_are_those_of_all_servers_together(
     assert kept[one] == kept[two] >= {*first, *second, f"{second[0]}:train:0"}
     one.ask("anna", m.FinishSession(session_id=first[0]))
     run(two, second[0], 2)
+
+
+def test_what_a_server_has_left_that_is_gone_counts_for_no_key(
+    two_servers: list[tinker_service.TrainingService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one, _), id = two_servers, "c" * 32
+    left = tmp_path / "servers" / "three" / "sessions" / id
+    (left / "0.requests").mkdir(parents=True)
+    write_facts(left / "session.json", tinker_sessions.SessionFacts(tenant="anna", created=0.0))
+    facts = RunFacts(tenant="anna", base_model="demo", lora=m.LoraSettings(rank=4), created=0.0)
+    one.checkpoints.begin_run(f"{id}:train:0", facts)
+    assert left in one._folders_of("anna")
+    mine = [service.ask("anna", m.CreateSession())["session_id"] for service in two_servers]
+    monkeypatch.setattr(gone_servers, "BEGINS_S", 0.0)
+    monkeypatch.setattr(gone_servers, "GONE_S", -1.0)  # those that are there keep what they have, whatever they say
+    eventually(lambda: not left.exists() and one.checkpoints.facts_of(f"{id}:train:0") is None)
+    assert {each.name for each in one._folders_of("anna")} == set(mine)
 
 
 def test_many_runs_of_one_do_not_keep_another_from_its_own(api: Api) -> None:

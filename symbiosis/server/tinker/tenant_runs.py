@@ -16,6 +16,7 @@ from symbiosis.server.ipc.tenant_threads import TenantThreads
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import CheckpointStore, RunFacts, StoredCheckpoint, metadata, private_name
 from symbiosis.server.tinker.disk_shares import DiskShares
+from symbiosis.server.tinker.gone_servers import REQUESTS
 from symbiosis.server.tinker.lora_targets import lora_config
 from symbiosis.server.tinker.pass_data import outcome_of_pass, pass_request
 from symbiosis.server.tinker.promises import outcome_after, outcome_of_error
@@ -32,7 +33,6 @@ logger = logging.getLogger("symbiosis")
 
 RUNS = 1024  # of one tenant, at a time
 LOOK_S = 0.2  # between two tries to make a run
-REQUESTS = ".requests"  # within the folder of a session, by run
 RUN_BYTES = 1 << 16  # that a run takes on the disk when it begins, or more
 WAITING_BYTES = 256 << 20  # of one tenant's requests that are not done: their data are in memory
 

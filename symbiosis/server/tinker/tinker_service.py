@@ -9,6 +9,7 @@ from typing import Any
 from symbiosis.server.tinker import tinker_messages as m
 from symbiosis.server.tinker.checkpoint_store import CheckpointStore
 from symbiosis.server.tinker.disk_shares import DiskShares, free_at
+from symbiosis.server.tinker.gone_servers import RUNS, SESSIONS, GoneServers
 from symbiosis.server.tinker.run_listing import RunListing
 from symbiosis.server.tinker.samplers import Samplers
 from symbiosis.server.tinker.tenant_runs import TenantRuns
@@ -20,7 +21,6 @@ LOOK_EVERY_S = 5.0
 ROOM_WAIT_S = 0.0  # a key that has its part of what may wait is told at once: no thread waits for it
 ORDER_WAIT_S = 600.0  # a request waits so long for one before it: the SDK tries to send it for 300 s
 STATE, SERVERS, SECRET = "state", "servers", "secret"  # within the folder of checkpoints
-RUNS, SESSIONS = "runs", "sessions"  # within that of a server's state
 
 
 class TrainingService:
@@ -44,6 +44,7 @@ class TrainingService:
         shares = DiskShares(self._folders_of, partial(free_at, folder))
         self._sessions = TinkerSessions(self._state / SESSIONS, self._forget, shares, server)
         self._samplers = Samplers(engine, self.checkpoints, self._sessions, model)
+        self._gone = GoneServers(self._state, server)
         self.runs = TenantRuns(
             trainer, engine.config, self.checkpoints, self._sessions, self._samplers, model, shares, engine.fingerprint
         )
@@ -78,6 +79,8 @@ class TrainingService:
             self._sessions.end_silent()
             for gone in self.checkpoints.delete_expired():
                 self._samplers.forget_checkpoint(gone)
+            for run in self._gone.look():
+                self.checkpoints.end_run(run)
 
     def _folders_of(self, tenant: str) -> list[Path]:
         """Return what a tenant has on the disk, at other servers, too: its checkpoints, its sessions, and what trainers keep of the runs of those."""
