@@ -51,6 +51,11 @@ class Datum:
             if (given := getattr(self, name)) is not None:
                 self._set(name, _numbers(name, given, self.targets))
 
+    @property
+    def counts(self) -> bool:
+        """Whether any of its targets has a loss."""
+        return self.weights is None or bool(self.weights.any())
+
     def moved(self, ahead: int) -> "Datum":
         """Have each target follow the token before the one that it is given with."""
         object.__setattr__(self, "ahead", ahead)

@@ -1,5 +1,6 @@
 """A run: one adapter that is trained, by commands that are done in their order."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +18,8 @@ from symbiosis.training.refused_adapters import LARGEST
 from symbiosis.training.run_command import FORWARD, FORWARD_BACKWARD, Command, PassResult, step_command
 from symbiosis.training.run_journal import RunJournal
 from symbiosis.training.train_state import TrainState
+
+logger = logging.getLogger("symbiosis")
 
 SMALLEST = 1.2e-38  # float32's: an eps below it is nothing, and a gradient of 0 would be divided by 0
 
@@ -46,6 +49,7 @@ class Run:
         self.is_read = False  # its values are not those that its commands make: its folder does not know of them
         self.in_front = 0, 0  # tokens that its adapter puts in front of a sequence, and keys and values
         self._engine = engine
+        self._warned = False
 
     def __repr__(self) -> str:
         return f"<run {self.name!r}: {self.steps} steps>"
@@ -178,7 +182,20 @@ class Run:
         function = None if isinstance(loss, str) else loss
         data = self._checked(batch)
         check_loss(kind, data, config or {})
+        if function is None:
+            self._warn_of_nothing(data)
         return Command(FORWARD_BACKWARD, data, kind, dict(config or {}), function, changes=True)
+
+    def _warn_of_nothing(self, data: list[Datum]) -> None:
+        """Say once that nothing can be learned from a batch: transformers would tell a loss that is not a number."""
+        if self._warned or any(datum.counts for datum in data):
+            return
+        self._warned = True
+        logger.warning(
+            "run %s: no token of a batch has a loss, since its labels are all -100, or its weights all 0. Its loss is 0, and nothing is learned of it: "
+            "look at what masks or cuts the sequences. This is said once",
+            self.name,
+        )
 
     def _forward(self, batch: Any) -> Command:
         return Command(FORWARD, self._checked(batch))

@@ -71,6 +71,24 @@ def held(engine: Engine, holder: Run | None = None) -> tuple[threading.Event, "t
     return go, threading.current_thread()
 
 
+def test_a_batch_without_a_loss_is_told_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    run, other = engine.create(lora()), engine.create(lora())
+    masked = {**batch(1), "labels": torch.full((2, 9), -100)}
+    nothing = Datum([3, 4, 5], [4, 5, 6], weights=[0.0, 0.0, 0.0])  # type: ignore[arg-type]
+    run.forward_backward([masked, batch(1)])  # of which a part has one
+    run.forward_backward(nothing, lambda logprobs, data: logprobs[0].sum())  # which reads no weights
+    run.forward(masked).result()
+    assert not caplog.records
+    before = gradients(run)
+    for _ in range(2):
+        assert run.forward_backward(masked).result().loss == 0.0
+    assert all(map(torch.equal, gradients(run), before))
+    other.forward_backward(nothing).result()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and run.name in told[0] and other.name in told[1]
+    assert all("no token of a batch has a loss" in each for each in told)
+
+
 def test_runs_of_one_pass_are_as_alone(engine: Engine) -> None:
     configs = [lora(), lora(r=7, lora_alpha=3, target_modules=["o_proj"]), lora(use_dora=True), lora(lora_dropout=0.3)]
     runs = [engine.create(config, seed=number) for number, config in enumerate(configs)]

@@ -380,6 +380,10 @@ def test_losses_for_reinforcement_and_targets_of_two_dimensions(api: Api) -> Non
     sparse.sparse_csr.crow_indices = np.searchsorted(rows, np.arange(length + 1)).astype(np.int64).tobytes()
     same = of(10, "cross_entropy", datum(target_tokens=tensor(two, np.int64), weights=sparse))
     assert same.metrics["loss:sum"] == dense.metrics["loss:sum"] > 0
+    nothing = datum(weights=tensor([0.0] * length))
+    for number, data, is_told in ((11, [nothing, nothing], True), (12, [nothing, datum()], False)):
+        told = client.trained(run, number, *data).metrics
+        assert (told.get("no_token_counts:min") == 1.0, told["loss:sum"] == 0.0) == (is_told, is_told)
 
 
 def lies(**parts: Any) -> Any:

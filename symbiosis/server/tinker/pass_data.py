@@ -42,6 +42,8 @@ def outcome_of_pass(found: PassResult, request: PassRequest, forward_only: bool)
     if (apart := found.mismatch) is not None:
         told |= {"kl_sample_train_v1:mean": apart.kl_v1, "kl_sample_train_v2:mean": apart.kl_v2}
         told["sampling_logp_difference:max"] = apart.largest
+    if not forward_only and not any(datum.counts for datum in request.data):
+        told["no_token_counts:min"] = 1.0  # the SDK tells it of a batch in parts if each part says so
     return PromiseOutcome(passed=Passed(loss=loss, logprobs=flat.numpy().tobytes(), shapes=shapes, metrics=told))
 
 
