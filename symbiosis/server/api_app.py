@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,7 +128,8 @@ class Api:
     ) -> None:  # fmt: skip
         self._hosts, self._observer, self._secret = state.hosts, state.observer, secret.encode()
         routes = [Route(path, partial(handler, state), methods=[method]) for method, path, handler in table]
-        handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path, Exception: _failed}
+        unknown = partial(_unknown_path, state)
+        handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: unknown, Exception: _failed}
         self._app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
         self._root = state.root_path
         if (cors := state.cors).origins:
@@ -198,7 +200,10 @@ def _answered(request: Request, error: ApiError) -> Response:
     return error.response()
 
 
-def _unknown_path(request: Request, error: HTTPException) -> Response:
+async def _unknown_path(state: ApiState, request: Request, error: HTTPException) -> Response:
+    """Answer everybody alike, but note who asks."""
+    with suppress(ApiError):
+        state.trainer(request)
     what = "no such path" if error.status_code == 404 else error.detail
     reason = "no_such_path" if error.status_code == 404 else ""
     told = ApiError(error.status_code, f"{request.method} {request.url.path}: {what}", reason=reason).response()
