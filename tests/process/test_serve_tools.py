@@ -166,12 +166,35 @@ def test_what_cannot_be_followed_is_refused_by_name(api: Api, how: dict[str, Any
     assert error.value.param == field and str(error.value.body["message"]).startswith(field)  # type: ignore[index]
 
 
+WIDE = {
+    "type": "object",
+    "properties": {f"p{n}": {"type": "integer"} for n in range(2000)},
+    "additionalProperties": False,
+}
+
+
 def test_a_schema_that_cannot_be_followed_to_its_end_is_the_client_s_fault(api: Api) -> None:
-    """That the library gives up is found while the text is made."""
-    properties = {f"p{number}": {"type": "integer"} for number in range(2000)}
-    schema = json.dumps({"type": "object", "properties": properties, "additionalProperties": False})
-    with pytest.raises(openai.BadRequestError, match="cannot be followed"):
-        api.client.completions.create(model="demo", prompt="def", max_tokens=40, extra_body={"guided_json": schema})
+    """That the library gives up is found while the text is made, where a part that is not given comes first."""
+    properties = {"t": {"type": "string", "maxLength": 1}, "k": WIDE}
+    schema = {"type": "object", "properties": properties, "required": ["t", "k"], "additionalProperties": False}
+    how: dict[str, Any] = {"extra_body": {"guided_json": json.dumps(schema)}}
+    with pytest.raises(openai.BadRequestError, match="cannot be followed") as error:
+        api.client.completions.create(model="demo", prompt="def", max_tokens=40, **how)
+    assert error.value.param is None
+    with pytest.raises(openai.APIError, match="cannot be followed") as late:
+        list(api.client.completions.create(model="demo", prompt="def", max_tokens=40, stream=True, **how))
+    assert not isinstance(late.value, openai.APIStatusError)  # an event: the status has been told
+
+
+@pytest.mark.parametrize("schema", [WIDE, {"type": "array", "prefixItems": [{"const": "a"}, WIDE], "minItems": 2}])
+def test_a_schema_that_fails_behind_what_every_text_begins_with_is_refused_before_a_stream_begins(
+    api: Api, schema: dict[str, Any]
+) -> None:
+    how: dict[str, Any] = {"extra_body": {"guided_json": json.dumps(schema)}}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="cannot be followed") as error:
+            api.client.completions.create(model="demo", prompt="def", max_tokens=40, stream=stream, **how)
+        assert error.value.param == "guided_json"
 
 
 def test_tools_are_refused_where_the_template_shows_none(engine: Engine) -> None:

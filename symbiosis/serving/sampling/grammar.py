@@ -76,6 +76,7 @@ class Grammars:
         grammar = Grammar(self._matcher(guide), self._vocabulary, {}, KINDS[guide.kind])
         try:
             grammar.allowed()
+            grammar.look_ahead()
         except NotFollowed as error:
             raise Unfit(guide.kind, f"is wrong: {error}") from None
         return grammar
@@ -147,6 +148,14 @@ class Grammar:
             spread = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
             self._next = spread.flatten().bool()[: self._vocabulary]
         return self._next
+
+    def look_ahead(self) -> None:
+        """Find what may come behind the tokens with which each text begins, if there are such. Raises `NotFollowed`."""
+        ahead = self.copy()
+        if forced := ahead._matcher.compute_ff_tokens():
+            ahead._matcher.consume_tokens(forced)
+            ahead._taken = tuple(forced)
+            ahead.allowed()
 
     def take(self, token: int) -> None:
         """Go on with this token. Raises `NotFollowed`."""
