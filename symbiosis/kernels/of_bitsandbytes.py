@@ -38,10 +38,11 @@ def _four_bits(parameter: Tensor, state: Any) -> PackedWeight | None:
             "bitsandbytes has laid this weight out anew for this processor: load the model again, and do not run it before"
         )
     nested = state.state2 if state.nested else None
+    codes = parameter.detach().view(torch.uint8).view(-1, 1)  # which may be stored as another dtype
     return TableWeight(
         tuple(state.shape),
         state.quant_type,
-        parameter.detach().view(torch.uint8),
+        codes,
         state.code.float(),
         state.blocksize,
         state.absmax,

@@ -1,14 +1,17 @@
 """Packed weights: what they stand for, in whole, in part and one at a time."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from symbiosis.executor.model.packed_tensor import PackedTensor
 from symbiosis.kernels import packed as kernels
 from symbiosis.kernels import packing
+from symbiosis.kernels.of_bitsandbytes import packed_of
 from symbiosis.kernels.packed import GroupedWeight, MicroscaledWeight, PackedWeight, ScaledWeight, TableWeight
 from symbiosis.kernels.packing import FORMATS, pack, packs
 
@@ -92,6 +95,27 @@ def test_a_weight_that_is_damaged_is_packed_and_says_so(format: str, value: floa
     weight = torch.randn(8, 64)
     weight[3, 3] = value
     assert "NaN or infinite" in str(pack(weight, format).problem())
+
+
+class Params4bit(nn.Parameter):
+    """As one of bitsandbytes is known: by the name of its class."""
+
+    quant_state: Any
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+def test_codes_of_bitsandbytes_are_the_same_however_they_are_stored(storage: torch.dtype) -> None:
+    """LLaMA-Factory has them stored in the dtype that it computes in."""
+    packed = pack(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)), "nf4")
+    assert isinstance(packed, TableWeight) and packed.nested_absmax is not None
+    nested = SimpleNamespace(absmax=packed.nested_absmax, code=packed.nested_table, blocksize=packed.nested_blocksize)
+    parameter = Params4bit(packed.codes.view(-1).view(storage).view(-1, 1), requires_grad=False)
+    parameter.quant_state = SimpleNamespace(
+        shape=packed.shape, quant_type="nf4", code=packed.table, blocksize=packed.blocksize, absmax=packed.absmax, nested=True,
+        state2=nested, offset=torch.tensor(packed.offset),
+    )  # fmt: skip
+    found = packed_of(parameter)
+    assert found is not None and found.digest() == packed.digest()
 
 
 def test_scales_are_rounded_as_bitsandbytes_rounds_them() -> None:
