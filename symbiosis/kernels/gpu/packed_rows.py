@@ -51,11 +51,10 @@ for how in (FP8_PAIRS, INT8_PAIRS):
     TILINGS[how, 16] = PackedTiling(64, 128, 4, 4, 528)
     TILINGS[how, 32] = PackedTiling(128, 128, 8, 3, 264)
     TILINGS[how, 64] = PackedTiling(128, 128, 4, 3, 264)
-MOST_PARTS, PART_S = (
-    32,
-    0.01,
-)  # of the columns that are summed up; what one more costs, of the time in which one program would sum up all
+MOST_PARTS = 32  # of the columns that are summed up
+PART_S = 0.01  # what one more costs, of the time in which one program would sum up all
 NAN_OF_FP8 = 0x7F
+HOPPER = (9, 0)
 LIFT = 2.0**120  # the bits of an fp8, as those of a bfloat16, are a value so many times too small
 MOST_SCALE = 2.0**7  # which can be lifted
 # Four codes to bfloat16, two pairs at a time. Of fp8 sign, exponent and mantissa go where bfloat16 has them.
@@ -376,9 +375,10 @@ def codes_of(weight: PackedWeight, dtype: torch.dtype) -> Codes | None:
 
 
 def _pairs_of(weight: ScaledWeight) -> int | None:
-    """Return how codes are read two at a time, or None if they are not: for that scales have to be bfloat16's, and of fp8 all codes numbers."""
+    """Return how codes are read two at a time, or None if they are not: for that scales have to be bfloat16's, and of fp8 all codes numbers; and older
+    GPUs multiply no pairs of bfloat16."""
     scale, codes = weight.scale.float(), weight.codes
-    if not torch.equal(scale.bfloat16().float(), scale):
+    if torch.cuda.get_device_capability(weight.device) < HOPPER or not torch.equal(scale.bfloat16().float(), scale):
         return None
     if codes.dtype == torch.int8:
         return INT8_PAIRS
