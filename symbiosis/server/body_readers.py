@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from symbiosis.server.api_keys import Tenant
-from symbiosis.server.openai_protocol import read
+from symbiosis.server.openai_protocol import DrawnBody, read
 from symbiosis.server.serving_state import ServingState
 
 Kind = TypeVar("Kind")
@@ -28,7 +28,10 @@ def takes(kind: type[Kind], of_administrators: bool = False) -> Callable[[Handle
         async def route(front: ServingState, request: Request) -> ASGIApp:
             tenant = front.administrator(request) if of_administrators else front.payer(request)
             data = await front.bodies.read(request, front.options.max_body_bytes)
-            return await handler(front, request, tenant, read(kind, data), len(data))
+            body = read(kind, data)
+            if isinstance(body, DrawnBody) and not body.model:
+                body.model = front.options.model
+            return await handler(front, request, tenant, body, len(data))
 
         setattr(route, "body", kind)
         return route

@@ -89,7 +89,7 @@ Truncation = Annotated[int, msgspec.Meta(ge=-1, le=MANY)]  # tokens that are lef
 class DrawnBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that completions, chats and responses have by the same names: how tokens are drawn, and what they are for."""
 
-    model: str
+    model: str = ""  # then the route puts the base there
     temperature: float | None = None
     top_p: float | None = None
     top_k: Whole | None = None

@@ -128,7 +128,7 @@ def test_it_answers_as_a_server_does(api: openai.OpenAI, running: Running) -> No
         ({"model": "demo", "prompt": "a", "nothing": 1}, 400, "nothing"),
         ({"model": "nobody", "prompt": "a"}, 404, "no model 'nobody': there are 'demo' and adapters"),
         ([], 400, "not a JSON object"),
-        ({"prompt": "a"}, 400, "model is missing"),
+        ({"model": "demo"}, 400, "prompt is missing"),
         ({"model": "demo", "prompt": [0] * 600}, 400, "this model's maximum context length is 512 tokens"),
         ({"model": "demo", "prompt": "a", "n": 99999}, 400, "n must be"),
     ],
@@ -137,6 +137,13 @@ def test_what_is_wrong_is_said(api: openai.OpenAI, running: Running, body: Any, 
     keyed = {"Authorization": "Bearer alice-key-1"}
     answer = web.post(f"{running.url}/v1/completions", json=body, headers=keyed, timeout=30)
     assert answer.status_code == status and told in answer.json()["error"]["message"]
+
+
+def test_a_request_that_names_no_model_gets_the_only_one(api: openai.OpenAI, running: Running) -> None:
+    keyed = {"Authorization": "Bearer alice-key-1"}
+    for path, body in (("completions", {"prompt": "a", "max_tokens": 4}), ("responses", {"input": "a", "model": None})):
+        answer = web.post(f"{running.url}/v1/{path}", json=body, headers=keyed, timeout=60)
+        assert answer.status_code == 200 and answer.json()["model"] == "demo", answer.text
 
 
 def is_let_in(api: openai.OpenAI) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import peft
 import pytest
@@ -50,6 +51,18 @@ def test_a_completion_has_what_is_left_if_that_is_less_than_the_default(api: Api
     prompt = [97] * (api.engine.longest - VIRTUAL - 3)
     made = api.client.completions.create(model="soft", prompt=prompt, extra_body={"ignore_eos": True})
     assert made.usage and made.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}], ids=["none", "null", "empty"])
+def test_a_request_that_names_no_model_gets_the_base(api: Api, model: dict[str, Any]) -> None:
+    asked: dict[str, dict[str, Any]] = {
+        "completions": {"prompt": "def", "max_tokens": 4},
+        "chat/completions": {"messages": [{"role": "user", "content": "def"}], "max_tokens": 4},
+        "responses": {"input": "def", "max_output_tokens": 16},
+    }
+    for path, body in asked.items():
+        answer = httpx.post(f"{api.url}/v1/{path}", json={**body, **model}, timeout=60)
+        assert answer.status_code == 200 and answer.json()["model"] == "demo", answer.text
 
 
 def test_a_chat_has_what_the_memory_holds() -> None:

@@ -74,7 +74,7 @@ def test_the_description_is_what_is_read(api: Api) -> None:
     ):
         assert path in told["paths"], path
     chat = told["components"]["schemas"]["ChatBody"]
-    assert chat["required"] == ["model", "messages"]
+    assert chat["required"] == ["messages"]
     assert {"type": "null"} in chat["properties"]["temperature"]["anyOf"]
     assert chat["properties"]["top_p"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
     assert chat["properties"]["n"]["anyOf"][0]["maximum"] == 128

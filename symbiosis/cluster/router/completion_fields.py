@@ -21,7 +21,7 @@ SHORT_ANSWER, LONG_ANSWER = 16, 256  # tokens of a completion and of a chat that
 class _Fields(msgspec.Struct):
     """Of a body, what is read here. All else is skipped. Whatever is null is as if it were not there."""
 
-    model: str = ""
+    model: str | None = None
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     n: Completions | None = None

@@ -20,7 +20,7 @@ OF_GENERATE = re.compile(rb'"prompt_tokens":(\d+),"generated_tokens":(\d+),"seed
 class ResponseFields(msgspec.Struct):
     """Of a body, what is read here. All else is skipped."""
 
-    model: str = ""
+    model: str | None = None
     max_output_tokens: Tokens | None = None
     previous_response_id: str | None = None
 

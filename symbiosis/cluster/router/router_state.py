@@ -75,7 +75,7 @@ class RouterState(ApiState):
 
     def relay(self, request: Request, tenant: Tenant, asked: CompletionFields) -> Relay:
         """Return the answer to a completion, if the tenant may have so many."""
-        wish = self._wish_of(tenant, asked, *self.chosen(asked.model))
+        wish = self._wish_of(tenant, asked, *self.chosen(self.named(asked.model)))
         admission, held = self._admitted(tenant, wish, asked.tokens + asked.most_tokens, asked.size)
         return Relay(self.view, request.url.path, passed_on(request), asked, wish, held, admission)
 
@@ -118,7 +118,7 @@ class RouterState(ApiState):
 
     def respond(self, request: Request, tenant: Tenant, asked: ResponseFields, data: bytes, at: Seen | None) -> Forward:
         """Return the answer to /v1/responses: of the server that has the run or what it goes on from, or of one that has room."""
-        model, adapter = self._chosen_at(at, asked.model)
+        model, adapter = self._chosen_at(at, self.named(asked.model))
         if at is None:
             at = self.view.marked(mark_in_response(asked.previous_response_id or ""))
             if at is not None and asked.model in self.view.told.aliases:
@@ -157,7 +157,7 @@ class RouterState(ApiState):
 
     def named(self, model: str | None, field: str = "model") -> str:
         """Return the model that a body names, or the only one that there is. One that names none means the base, which a cluster may have several of."""
-        if model is not None:
+        if model:
             return model
         if len(self.view.told.names) == 1:
             return self.view.told.names[0]
