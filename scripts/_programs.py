@@ -302,7 +302,7 @@ def _lm_eval(place: Place, folder: Path) -> list[str]:
 
 
 LM_EVAL = Program(
-    packages=("lm_eval==0.4.13", "transformers==5.24.0", "peft==0.21.2"),
+    packages=("lm_eval==0.4.13", "transformers==5.24.0", "peft==0.21.2", "tenacity"),  # the last one: for servers
     jobs={"evaluation": _lm_eval},
 )
 

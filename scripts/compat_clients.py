@@ -5,7 +5,7 @@
 
 pip installs each client into an environment of its own below `--cache`, with nothing of Symbiosis in it. The model is SmolLM2-135M-Instruct, from a
 package on PyPI, as float32, with a chat template that shows tools. What is asked for is in scripts/_clients.py. lm-eval scores a task of its own and
-makes texts, by this server and by transformers: both must agree. schemathesis asks for what /openapi.json says.
+makes texts, with the model and with an adapter of it, by this server and by transformers and PEFT: both must agree. schemathesis asks for what /openapi.json says.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from typing import Any
 
 from _processes import progress, server
 from _programs import LM_EVAL, Place, write_data
-from compat_programs import Environment, checkpoints, installed, with_model
+from compat_programs import Environment, adapter, checkpoints, installed, with_model
 
 from symbiosis.base.reporting import Report, print_table
 
 ROOT = Path(__file__).resolve().parent.parent
-NAME = "smollm2"
+NAME, LORA = "smollm2", "lora"
 LIMIT_S = 900.0
 PACKAGES = {
     "openai": ("openai==3.57.0",),
@@ -57,10 +57,18 @@ def environment(name: str, cache: Path) -> Environment:
     return Environment.filled(folder, " ".join(packages), lambda made: made.pip(*packages))
 
 
-def served(model: Path | str, folder: Path) -> AbstractContextManager[str]:
-    """`symbiosis serve MODEL`, which calls tools; the URL of its API."""
+def served(model: Path | str, folder: Path, *more: str) -> AbstractContextManager[str]:
+    """`symbiosis serve MODEL` with more options, which calls tools; the URL of its API."""
     (folder / "chat.jinja").write_text(TEMPLATE)
-    options = ["--served-model-name", NAME, "--chat-template", str(folder / "chat.jinja"), "--tool-parser", "hermes"]
+    options = [
+        "--served-model-name",
+        NAME,
+        "--chat-template",
+        str(folder / "chat.jinja"),
+        "--tool-parser",
+        "hermes",
+        *more,
+    ]
     return server(folder, str(model), *options)
 
 
@@ -116,10 +124,10 @@ class Evaluation:
     model: Path
     folder: Path
 
-    def by(self, kind: str, arguments: str) -> dict[str, Any]:
-        """Its answers to both tasks, by the question."""
+    def by(self, kind: str, name: str, arguments: str) -> dict[str, Any]:
+        """Its answers to both tasks, by the question, and its scores, by the task."""
         write_data(self.folder / "data")
-        out = self.folder / kind
+        out = self.folder / f"{kind}-{name}"
         place = Place(self.model, self.folder / "data", out=str(out))
         words = LM_EVAL.jobs["evaluation"](place, self.folder)
         text = {
@@ -141,6 +149,8 @@ class Evaluation:
             for line in file.read_text().splitlines():
                 sample = json.loads(line)
                 told[f"{file.name.split('_')[1]} {sample['doc_id']}"] = sample["resps"]
+        (file,) = out.rglob("results_*.json")
+        told["scores"] = json.loads(file.read_text())["results"]
         return told
 
 
@@ -153,21 +163,27 @@ def numbers(answers: Any) -> list[float]:
         return []
 
 
-def evaluated(tool: Environment, model: Path, folder: Path, url: str) -> dict[str, str]:
-    """Compare lm-eval's log probabilities and texts."""
-    job = Evaluation(tool, model, folder)
-    alone = job.by("hf", f"pretrained={model},dtype=float32")
-    served_as = f"model={NAME},base_url={url}/completions,tokenizer={model},num_concurrent=8,tokenized_requests=True"
-    ours = job.by("local-completions", served_as)
-    told = {"questions": "" if alone.keys() == ours.keys() else f"{len(alone)} and {len(ours)}"}
-    for kind in ("choice", "text"):
-        wrong = [
-            name
-            for name in alone
-            if name.startswith(kind) and not _agree(alone[name], ours.get(name), by_text=kind == "text")
-        ]
-        told[kind] = f"{len(wrong)} differ: {alone[wrong[0]]} and {ours.get(wrong[0])}"[:500] if wrong else ""
+def evaluated(tool: Environment, model: Path, lora: Path, folder: Path, url: str) -> dict[str, str]:
+    """Compare lm-eval's log probabilities, texts and scores, with the model and with an adapter."""
+    job, told, found = Evaluation(tool, model, folder), dict[str, str](), dict[str, Any]()
+    for name, more in ((NAME, ""), (LORA, f",peft={lora}")):
+        alone = found[name] = job.by("hf", name, f"pretrained={model},dtype=float32{more}")
+        served_as = (
+            f"model={name},base_url={url}/completions,tokenizer={model},num_concurrent=8,tokenized_requests=True"
+        )
+        ours = job.by("local-completions", name, served_as)
+        told[f"{name}: questions"] = "" if alone.keys() == ours.keys() else f"{len(alone)} and {len(ours)}"
+        for kind in ("choice", "text", "scores"):
+            told[f"{name}: {kind}"] = _differences(alone, ours, kind)
+    told["the adapter says something else"] = "" if _differences(found[NAME], found[LORA], "choice") else "it does not"
     return told
+
+
+def _differences(alone: dict[str, Any], ours: dict[str, Any], kind: str) -> str:
+    by_text = kind != "choice"
+    names = [name for name in alone if name.startswith(kind)]
+    wrong = [name for name in names if not _agree(alone[name], ours.get(name), by_text)]
+    return f"{len(wrong)} differ: {alone[wrong[0]]} and {ours.get(wrong[0])}"[:500] if wrong else ""
 
 
 def _agree(one: Any, other: Any, by_text: bool) -> bool:
@@ -184,12 +200,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.cache.mkdir(parents=True, exist_ok=True)
     report, rows = Report("compat_clients"), []
-    model, _ = checkpoints(with_model(options.cache), options.cache)
-    with tempfile.TemporaryDirectory() as folder, served(model, Path(folder)) as url:
+    tool = with_model(options.cache)
+    model, _ = checkpoints(tool, options.cache)
+    lora = adapter(tool, model, options.cache / "client-adapter")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(model, Path(folder), "--lora-modules", f"{LORA}={lora}") as url,
+    ):
         for name in options.only:
             progress(name)
             if name == "lm_eval":
-                found = evaluated(installed("lm_eval", LM_EVAL, options.cache), model, Path(folder), url)
+                found = evaluated(installed("lm_eval", LM_EVAL, options.cache), model, lora, Path(folder), url)
             elif name == "schemathesis":
                 found = described(environment(name, options.cache), Path(folder))
             else:

@@ -208,6 +208,26 @@ def checkpoints(environment: Environment, cache: Path) -> tuple[Path, Path]:
     return kept / "smollm2", kept / "small"
 
 
+MAKE_ADAPTER = """
+import sys, torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+torch.manual_seed(0)
+model = get_peft_model(AutoModelForCausalLM.from_pretrained(sys.argv[1]), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+for name, weight in model.named_parameters():
+    if "lora_B" in name:
+        torch.nn.init.normal_(weight, std=0.01)
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def adapter(tool: Environment, model: Path, folder: Path) -> Path:
+    """A LoRA for the model, with random numbers, which is made once."""
+    if not folder.exists():
+        subprocess.run([tool.python, "-c", MAKE_ADAPTER, str(model), str(folder)], check=True)
+    return folder
+
+
 # ---------------------------------------------------------------- one run
 
 
