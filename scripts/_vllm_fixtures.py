@@ -24,6 +24,10 @@ TAKEN = {
 PARSERS = {"hermes", "llama3_json", "mistral", "pythonic"}
 # whose vectors have as many numbers as those of their own model, by random weights
 WIDTHS = {"pooling/embed/test_online.py": 384}
+# whose texts end by themselves with their own model: here they would fill all positions
+SHORTER = {"chat_completion/test_completion_with_function_calling.py": 3072}
+# whose model has a head: here it is an adapter that has one
+CLASSIFIERS = ("pooling/classify/test_online.py",)
 # whose texts have as many tokens as they may: the model stops sooner than theirs
 ENDLESS = ("completion/test_completion.py", "test_return_token_ids.py")
 refused: list[tuple[int, Any]] = []  # of the present test
@@ -49,6 +53,8 @@ class RemoteOpenAIServer:
             keys.write_text(f"tests {long_key(key)} admin\n")
             options += ["--api-keys", str(keys)]
         names = [] if "--served-model-name" in options else ["--served-model-name", model]
+        if is_in(CLASSIFIERS):
+            names = ["--served-model-name", "base", "--lora-modules", f"{model}={classifier().name}"]
         checkpoint = self._checkpoint(length)
         words = [PYTHON, "-P", "-m", "symbiosis", "serve", checkpoint, "--port", "0", "--memory", "768MiB"]
         words += [*names, *options]
@@ -79,11 +85,12 @@ class RemoteOpenAIServer:
         return found, length
 
     def _checkpoint(self, length: int | None) -> str:
-        """The model, with positions for so long a text."""
+        """The model, with positions for so long a text: they are rotary, and go on."""
         own = checkpoint_of_test()
         config = json.loads(Path(own, "config.json").read_text())
-        ends = not any(each in os.environ.get("PYTEST_CURRENT_TEST", "") for each in ENDLESS)
-        length = min(length or 1 << 30, config["max_position_embeddings"])
+        ends = not is_in(ENDLESS)
+        lengths = [most for file, most in SHORTER.items() if is_in((file,))]
+        length = min([length or config["max_position_embeddings"], *lengths])
         if ends and length == config["max_position_embeddings"]:
             return own
         folder = Path(self._folder.name, "model")
@@ -185,6 +192,27 @@ def random_model(width: int) -> tempfile.TemporaryDirectory[str]:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return made
+
+
+@functools.cache
+def classifier() -> tempfile.TemporaryDirectory[str]:
+    """Make an adapter with a head of two classes. Its weights are random."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    made = tempfile.TemporaryDirectory()
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2)
+    get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj", "v_proj"])).save_pretrained(
+        made.name
+    )
+    return made
+
+
+def is_in(files: tuple[str, ...]) -> bool:
+    """Whether the test that runs is in one of these files."""
+    return any(each in os.environ.get("PYTEST_CURRENT_TEST", "") for each in files)
 
 
 def checkpoint_of_test() -> str:
