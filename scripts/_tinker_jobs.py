@@ -18,7 +18,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 RENDERER = "role_colon"
 CONVERSATIONS = Path(next(iter(example_data.__path__))) / "conversations.jsonl"
-PROBLEMS = 64  # of `solved`
+PROBLEMS, ANSWERS = 64, 16  # of `solved`, and of each of these: what a run gains by chance alone is a fiftieth
 QUESTIONS = ("What is a river?", "Name a fruit.", "What is snow?", "Who bakes bread?")
 
 
@@ -132,7 +132,7 @@ def small_sums(model: str, folder: str, beginner: str) -> None:
 
 
 def solved(model: str, folder: str, largest: str, *samplers: str) -> None:
-    """Tell which share of the same problems each of these samplers solves, four answers to each: rewards of a run's steps are those of other problems
+    """Tell which share of the same problems each of these samplers solves, with several answers to each: rewards of a run's steps are those of other problems
     each time."""
     import numpy
     from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticEnv
@@ -148,11 +148,11 @@ def solved(model: str, folder: str, largest: str, *samplers: str) -> None:
         async def right(number: int, problem: ArithmeticEnv) -> int:
             prompt, stop = await problem.initial_observation()
             how = tinker.SamplingParams(max_tokens=8, stop=stop, seed=number)
-            made = await client.sample_async(prompt, num_samples=4, sampling_params=how)
+            made = await client.sample_async(prompt, num_samples=ANSWERS, sampling_params=how)
             steps = [await problem.step(each.tokens) for each in made.sequences]
             return sum(bool(step.metrics["correct"]) for step in steps)
 
-        return sum(await asyncio.gather(*[right(*each) for each in enumerate(problems)])) / (4 * len(problems))
+        return sum(await asyncio.gather(*[right(*each) for each in enumerate(problems)])) / (ANSWERS * len(problems))
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     told = [asyncio.run(share(service.create_sampling_client(model_path=path))) for path in samplers]

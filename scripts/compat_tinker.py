@@ -64,6 +64,7 @@ LIMIT_S = 1800.0
 KL = 1e-6  # of sampler and trainer, in float32
 SUMS, SL_STEPS = 96, 6  # solved problems, by which a run learns to answer, now and then rightly
 RL_STEPS, RL_RATE = 12, 5e-4
+GAIN = 0.05  # of the share of problems that are solved
 
 
 def environment(cache: Path) -> Environment:
@@ -211,10 +212,6 @@ def column(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
     return [float(row[name]) for row in rows if name in row]
 
 
-def mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
 def kl(report: Report, job: str, rows: Sequence[dict[str, Any]]) -> None:
     report.bar(f"{job}: kl_sample_train_v1", max(map(abs, column(rows, "optim/kl_sample_train_v1"))), "<=", KL)
 
@@ -237,15 +234,14 @@ def learns(jobs: Jobs, job: str, report: Report) -> None:
     elif job in ("math_rl", "async_rl", "small_sums"):
         late = {"max_steps_off_policy": 2} if job == "async_rl" else {}
         rows = jobs.own(job, jobs.beginner) if job == "small_sums" else jobs.arithmetic(job, **late)
-        reward, mixed = column(rows, "env/all/reward/total"), column(rows, "env/all/by_group/frac_mixed")
-        report.figure(f"{job}: reward by step", reward)
-        report.bar(f"{job}: groups with unlike rewards, of all", mean(mixed), ">=", 0.2)  # others have advantages of 0
+        report.figure(f"{job}: reward by step", column(rows, "env/all/reward/total"))
+        # others have advantages of 0, as have those of which all is solved: who learns quickly has few in the end
+        report.figure(f"{job}: groups with unlike rewards, by step", column(rows, "env/all/by_group/frac_mixed"))
         samplers = [last_checkpoint(jobs.folder / name, "sampler_path") for name in ("beginner", job)]
-        before, after = column(
-            jobs.own("solved", "9" if job == "small_sums" else "100", *samplers, log=f"{job}-solved"), "solved"
-        )
-        report.figure(f"{job}: problems solved, before and after", [before, after])
-        report.bar(f"{job}: problems solved, after less before", after - before, ">=", 0.02)
+        largest = "9" if job == "small_sums" else "100"
+        begun, learned = column(jobs.own("solved", largest, *samplers, log=f"{job}-solved"), "solved")
+        report.figure(f"{job}: problems solved, before and after", [begun, learned])
+        report.bar(f"{job}: problems solved, after less before", learned - begun, ">=", GAIN)
         if not late:
             kl(report, job, rows)
     elif job == "dpo":
