@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -97,6 +98,24 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
         return error
     message = name + told["message"].removeprefix(told["param"])
     return ApiError(error.status, message, name, told["code"], reason=error.reason)
+
+
+@contextmanager
+def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
+    """Tell what is wrong with a request by the names that its fields have there, where it is answered as another form of it.
+
+    >>> with in_terms_of({"messages": "input"}):
+    ...     raise wrong("messages is empty", "messages")
+    Traceback (most recent call last):
+    symbiosis.server.api_errors.ApiError: input is empty
+    """
+    try:
+        yield
+    except ApiError as error:
+        told = error.body["error"]
+        message = re.sub(rf"\b(?:{'|'.join(names)})\b", lambda found: names[found[0]], told["message"])
+        param = names.get(told["param"], told["param"])
+        raise ApiError(error.status, message, param, told["code"], error.retry_s, error.reason) from None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from symbiosis.base.folders import temporary_folder
 from symbiosis.build import build
 from symbiosis.server import api_app, generate_routes, openai_protocol, openapi, page, pooling_routes
 from symbiosis.server.api_app import Api, json_response
-from symbiosis.server.api_errors import ApiError, storing, unknown_model, wrong
+from symbiosis.server.api_errors import ApiError, in_terms_of, storing, unknown_model, wrong
 from symbiosis.server.api_keys import Admission, Tenant
 from symbiosis.server.body_readers import takes
 from symbiosis.server.generation import Generation
@@ -24,7 +24,7 @@ from symbiosis.server.ipc.engine_ipc import AdapterInfo
 from symbiosis.server.long_reply import LongReply
 from symbiosis.server.prompts import PromptCut, content_of, shortened
 from symbiosis.server.response_format import ChatWords, CompletionWords, Fields, Words
-from symbiosis.server.responses_protocol import ResponsesBody
+from symbiosis.server.responses_protocol import AS_RESPONSE, ResponsesBody
 from symbiosis.server.responses_reply import ResponsesReply, messages_after
 from symbiosis.server.serving_state import ServingState
 from symbiosis.server.sse import StoredReply
@@ -239,7 +239,8 @@ async def responses(front: ServingState, request: Request, tenant: Tenant, body:
         assert isinstance(words, ChatWords)
         return ResponsesReply(generation, words, body, keep, admission.end, front.options.server)
 
-    return await _answered(front, request, tenant, body.chat(before), size, reply)
+    with in_terms_of(AS_RESPONSE):
+        return await _answered(front, request, tenant, body.chat(before), size, reply)
 
 
 async def one_response(front: ServingState, request: Request) -> ASGIApp:

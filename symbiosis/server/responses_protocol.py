@@ -1,5 +1,6 @@
 """What clients may ask of OpenAI's `/v1/responses`, and the chat that it means."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -9,10 +10,29 @@ from symbiosis.server.guides import JsonSchema, ResponseFormat
 from symbiosis.server.openai_fields import DEFAULTS, OF_RESPONSES, RAW, Label, check_default
 from symbiosis.server.openai_protocol import ChatBody, DrawnBody, Tokens, check
 from symbiosis.server.tools import Choice, Function, NamedTool, Tool, ToolName
+from symbiosis.serving.request import Guide
 
 Message = dict[str, Any]
+AS_RESPONSE = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+}  # of a chat
 OF_ITEMS = ("id", "status", "type", "phase")  # fields of items that no model is shown
 TEXTS = ("input_text", "output_text", "text")
+
+
+class ResponseChat(ChatBody, kw_only=True):
+    """The chat that a body of POST /v1/responses means. What the engine refuses of it is told by the names there."""
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        return {of_engine: AS_RESPONSE.get(name, name) for of_engine, name in super().names.items()}
+
+    @property
+    def follows(self) -> tuple[str, Guide] | None:
+        found = super().follows
+        return found and ("text", found[1])
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -87,7 +107,7 @@ class ResponsesBody(DrawnBody, kw_only=True):
             if isinstance(self.tool_choice, FunctionChoice)
             else self.tool_choice
         )
-        body = ChatBody(
+        body = ResponseChat(
             messages=[*first, *before, *self.messages()], max_completion_tokens=self.max_output_tokens, tool_choice=choice,
             tools=[Tool("function", each) for each in functions] or None, parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._format(), verbosity=self.text.verbosity if self.text else None,

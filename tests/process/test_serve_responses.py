@@ -1,6 +1,7 @@
 """`/v1/responses` as OpenAI's own client uses it."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,6 +124,26 @@ def test_a_text_has_a_format(api: Api) -> None:
         model="demo", input="def average(", temperature=0, text={"format": format}
     ) as stream:
         assert stream.get_final_response().output_text == answer.output_text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"input": "ab c" * 5000}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "nobody", "content": "x"}]}, "input"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}}, "text"),
+    ],
+    ids=["too many tokens", "a long text", "nothing", "a role", "no schema", "a wrong schema"],
+)
+def test_what_is_wrong_is_told_by_the_fields_that_a_response_has(api: Api, fields: dict[str, Any], param: str) -> None:
+    """It is answered as a chat, whose fields have other names."""
+    with pytest.raises(openai.BadRequestError) as error:
+        api.client.responses.create(**{"model": "demo", "input": "x", **fields})
+    assert error.value.param == param
+    assert not re.search("messages|max_completion_tokens|response_format", str(error.value.body))
 
 
 @pytest.mark.parametrize(
