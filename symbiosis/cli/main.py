@@ -160,6 +160,7 @@ BENCHMARKS = {  # scripts/bench_*.py, with what they take on two cores; gpu: on 
     "rollout": "publishing what is trained, and sampler against trainer: on a CPU --tiny",
     "tensor": "a server's model divided over GPUs, beside one GPU: a minute (--quick)",
     "quantised": "products by packed weights on a GPU, beside those of floats: seconds",
+    "large": "a server and a trainer on one packed base of 70B shapes: on a GPU two minutes, on a CPU --tiny",
     "speculation": "draft tokens of a server, beside the same texts without: a minute",
     "gpu": "all of it on a GPU, where its parts are named: minutes each",
 }
