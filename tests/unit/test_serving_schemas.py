@@ -135,7 +135,7 @@ def test_what_changes_nothing_is_taken(name: str) -> None:
         ({"speed": 3}, "speed"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": None}, "prompt"),
-        ({"model": None}, "model"),
+        ({"model": 3}, "model"),
     ],
 )
 def test_what_is_wrong_is_said_by_name(fields: dict[str, Any], name: str) -> None:
