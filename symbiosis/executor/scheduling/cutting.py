@@ -40,8 +40,8 @@ class Cutting:
         queue = self._queues[head.key]
         if len(queue) == 1 and head.turns == 1 and head.rows <= self._rules.max_rows:  # as most calls are
             rhythm = self._callers.sessions[head.session]
-            short = 0 < head.price <= SHORT
-            if short or self._costs.at_most(head, head.rows) <= self._turn_s(head, {rhythm.tenant}, head.arrived):
+            seconds = 0.0 if 0 < head.price <= SHORT else self._costs.at_most(head, head.rows)
+            if seconds <= TURN_S or seconds <= self._turn_s(head, {rhythm.tenant}, head.arrived):  # no turn is shorter
                 del self._queues[head.key]
                 piece, head.start = Slice(head, head.start, head.rows), head.rows
                 self._callers.served([rhythm], now)
