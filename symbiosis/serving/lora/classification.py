@@ -24,13 +24,11 @@ class ClassificationHead:
 
 
 def without_head(weights: AdapterWeights, width: int) -> tuple[AdapterWeights, ClassificationHead | None]:
-    """Return what an adapter does within the model, and its classification head, if it was trained with one (PEFT's SEQ_CLS).
+    """Return what an adapter of PEFT's SEQ_CLS does within the model, and its classification head, if it has one.
 
     Args:
         width: Of the model's hidden states.
     """
-    if weights.config.get("task_type") != "SEQ_CLS":
-        return weights, None
     tensors, found = dict(weights.tensors), dict[str, Tensor]()
     for name in list(tensors):
         head, _, leaf = name.removeprefix(PREFIX).rpartition(".")
@@ -59,12 +57,11 @@ def _without_heads(names: Any) -> list[str] | None:
 
 
 def as_causal(weights: AdapterWeights, base: Any) -> AdapterWeights:
-    """Return an adapter that was trained on the model without any head (PEFT's FEATURE_EXTRACTION) by the names that its layers have in the
+    """Return an adapter of PEFT's FEATURE_EXTRACTION, which was trained on the model without any head, by the names that its layers have in the
     causal model `base`."""
     prefix = f"{PREFIX}{getattr(base, 'base_model_prefix', '')}."
     names = [name for name in weights.tensors if name.startswith(PREFIX)]
-    is_bare = weights.config.get("task_type") == "FEATURE_EXTRACTION" and not any(n.startswith(prefix) for n in names)
-    if not is_bare:
+    if any(name.startswith(prefix) for name in names):
         return weights
     renamed = {prefix + name.removeprefix(PREFIX) if name in names else name: t for name, t in weights.tensors.items()}
     return replace(weights, tensors=renamed)

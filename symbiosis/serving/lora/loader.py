@@ -128,7 +128,11 @@ class Loader:
         weights = replace(weights, config=without_patterns(weights.config, self.base.modules))
         if self.served.divide_adapter is not None:
             return self._loaded(name, weights, version, is_known)
-        weights, head = without_head(as_causal(weights, self.base.model), self.served.width)
+        task, head = weights.config.get("task_type"), None
+        if task == "FEATURE_EXTRACTION":
+            weights = as_causal(weights, self.base.model)
+        elif task == "SEQ_CLS":
+            weights, head = without_head(weights, self.served.width)
         loaded = self._loaded(name, weights, version, is_known)
         if head is None:
             return loaded
@@ -158,7 +162,8 @@ class Loader:
                     raise AdapterError(NOT_DIVIDED.format(named(weights.config))) from None
                 with self.one_by_one:  # each is watched for what it does to the base's weights
                     layers = peft_layers(weights, self.base, self.skeleton)
-        self._check_places((*parts, *layers))
+        if self.misplaced:
+            self._check_places((*parts, *layers))
         if weights.trained and parts:
             return self._held(name, kind, parts, {}, dtype, version)
         if not is_known:
