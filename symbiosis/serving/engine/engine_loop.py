@@ -204,8 +204,10 @@ class Loop:
             if not (sequence := segment.sequence).has_ended:
                 self._tell(sequence, tokens, places[sequence] - sequence.prompt_length, now)
         for segment in step.segments:
-            if segment.pools and not segment.sequence.has_ended:
-                self._tell_vector(segment.sequence)
+            sequence = segment.sequence
+            is_last = sequence.request.pooling is not None and segment.end == sequence.prompt_length
+            if is_last and not sequence.has_ended:
+                self._tell_vector(sequence)
         self.figures.steps += 1
 
     def _launch(self, step: SchedulerOutput) -> InflightStep | None:

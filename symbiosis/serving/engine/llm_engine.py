@@ -167,7 +167,8 @@ class Engine:
             request = fitted(request, *needs)
         check(request, *needs)
         head = None if adapter is None else adapter.head
-        check_pooling(request.pooling, head is not None, self._loop.hidden.why_not)
+        if request.pooling is not None or head is not None:
+            check_pooling(request.pooling, head is not None, self._loop.hidden.why_not)
         if request.sampling.seed is None:
             drawn = msgspec.structs.replace(request.sampling, seed=randbits(63))
             request = msgspec.structs.replace(request, sampling=drawn)

@@ -19,20 +19,24 @@ class HiddenStates:
     def __init__(self, served: ModelRunner) -> None:
         self._batches, self._runner = served.batches, served.runner
         self._kept: list[Tensor] | None = None  # of each pass of the present step
-        self.why_not = why_none(served)
-        if not self.why_not:
-            served.model.base_model.register_forward_hook(self._keep)  # type: ignore[union-attr]
+        self.why_not, self._model = why_none(served), served.model
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """In the block, keep those of one step."""
-        self._kept = []
+        self._kept = kept = list[Tensor]()
+
+        def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            kept.append(output[0][0])
+
+        hook = self._model.base_model.register_forward_hook(keep)  # type: ignore[union-attr]
         if self._runner is not None:
             self._runner.is_watched = True
         try:
             yield
         finally:
             self._kept = None
+            hook.remove()
             if self._runner is not None:
                 self._runner.is_watched = False
 
@@ -45,10 +49,6 @@ class HiddenStates:
         if len(rows) != step.rows:
             raise ConfigError(f"the model tells {len(rows)} hidden states of {step.rows} tokens: it makes no vectors")
         return rows
-
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._kept is not None:
-            self._kept.append(output[0][0])
 
 
 def why_none(served: ModelRunner) -> str:

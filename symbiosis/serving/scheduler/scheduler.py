@@ -173,7 +173,9 @@ class Scheduler:
         self._is_ahead = is_ahead
         if self.waiting and self._something_changed:
             self._something_changed = False
-            self._admit(now)
+            self._join(now)
+            if self.waiting:
+                self._make_way(now)
             if self.waiting:
                 self._prefetch(now)
         return self._compose(now)
@@ -245,12 +247,8 @@ class Scheduler:
         self._untried.add(sequence)
         self._something_changed = True
 
-    def _admit(self, now: float) -> None:
-        """Let sequences join. A tenant that was alone may run more than its share; what is beyond that gives way now, and so do long prompts to
-        short ones."""
-        self._join(now)
-        if not self.waiting:
-            return
+    def _make_way(self, now: float) -> None:
+        """Let others give way to what still waits: of a tenant that was alone what is beyond its share, and long prompts for short ones."""
         for sequence in policy.giving_way(self.running, self.waiting, self.rules.of_tenant):
             self._evict(sequence)
         if self._something_changed:
@@ -381,7 +379,7 @@ class Scheduler:
             upto = sequence.computed + count
             if count and (upto <= len(sequence.blocks) * BLOCK or self._has_room(sequence, upto)):
                 parts.append((sequence, count))
-        drafts = self._drafts([each for each, _ in parts if each.uncomputed == 1 and len(each.tokens) > each.brought])
+        drafts = {} if self._speculation is None else self._drafts(self._speculation, [each for each, _ in parts])
         segments: list[ScheduledRequest] = []
         first = 0
         for sequence, count in sorted(parts, key=lambda part: part[0].version):
@@ -392,11 +390,13 @@ class Scheduler:
             first += count
         return SchedulerOutput(tuple(segments), began=now) if segments else None
 
-    def _drafts(self, decoding: list[Sequence]) -> dict[Sequence, tuple[int, ...]]:
-        """Return the draft tokens of sequences that decode, as far as there are places for them, and pages that no sequence needs for its next token."""
-        if self._speculation is None or not decoding:
+    def _drafts(self, speculation: Speculation, running: list[Sequence]) -> dict[Sequence, tuple[int, ...]]:
+        """Return the draft tokens of those of these sequences that decode, as far as there are places for them, and pages that no sequence needs for
+        its next token."""
+        decoding = [each for each in running if each.uncomputed == 1 and len(each.tokens) > each.brought]
+        if not decoding:
             return {}
-        drafts = self._speculation.drafts(decoding, policy.draft_tokens(len(decoding), self._speculation.most))
+        drafts = speculation.drafts(decoding, policy.draft_tokens(len(decoding), speculation.most))
         for sequence, drafted in drafts.items():
             upto = len(sequence.tokens) + len(drafted)
             more = self._blocks.needed(upto) - len(sequence.blocks) * self._blocks.layers

@@ -45,6 +45,7 @@ class Sequence:
     has_ended: bool = False
     order: tuple[float, int, int] = field(init=False)  # in which sequences have come
     tenant: str = field(init=False)
+    priority: int = field(init=False)
     version: int = 0  # of its adapter; 0 is the base
     # tokens that the adapter puts in front of the prompt; what stands for them in `tokens` means nothing
     virtual: int = 0
@@ -56,7 +57,8 @@ class Sequence:
     reads_prompt: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        request, self.tenant = self.request, self.request.tenant
+        request = self.request
+        self.tenant, self.priority = request.tenant, request.priority
         self.order = self.arrived, request.id, self.completion
         if self.adapter is not None:
             self.version, self.virtual = self.adapter.version, self.adapter.virtual
@@ -65,10 +67,6 @@ class Sequence:
         self.is_first = self.completion == (request.under_way[0] if request.ended else 0)
         self.scores_prompt = request.prompt_logprobs is not None and self.is_first
         self.reads_prompt = self.scores_prompt or (request.pooling is not None and request.pooling.kind == "mean")
-
-    @property
-    def priority(self) -> int:
-        return self.request.priority
 
     @property
     def uncomputed(self) -> int:
@@ -115,11 +113,6 @@ class ScheduledRequest:
         """The rows of the step whose logits choose tokens."""
         end = self.first + self.rows
         return range(end - 1 - len(self.drafts), end) if self.chooses else range(0)
-
-    @property
-    def pools(self) -> bool:
-        """Whether the vector of its prompt is known with it."""
-        return self.sequence.request.pooling is not None and self.end == self.sequence.prompt_length
 
 
 @dataclass(slots=True, frozen=True)

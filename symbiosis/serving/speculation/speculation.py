@@ -114,8 +114,9 @@ def accepted(
     for segment in step.segments:
         if segment.chooses:
             its = list(islice(rows, 1 + len(segment.drafts)))
-            count = agreeing(segment.drafts, [None if token is None else token.id for token in its])
-            yield segment, its[: count + 1]
+            if segment.drafts:
+                its = its[: 1 + agreeing(segment.drafts, [None if token is None else token.id for token in its])]
+            yield segment, its
 
 
 def agreeing(drafts: Iterable[int], tokens: Iterable[int | None]) -> int:
