@@ -41,9 +41,9 @@ class Tenant:
     """The owner of a key: what its line says, and what it has. Where there are no keys, everybody is one tenant without limits."""
 
     def __init__(self, line: KeyLine) -> None:
-        self.name, self.line = line.name, line
-        self.tokens = TokenBucket(line.tokens_per_s, line.tokens_per_s)
-        self.under_way, self.day = 0, Day()
+        self.name, self.under_way, self.day = line.name, 0, Day()
+        self.tokens = TokenBucket(0.0, 0.0)
+        self.take(line)
 
     def look_at_day(self, now: float) -> None:
         """Begin a day, if it is another one. `now`: in seconds since 1970."""
@@ -56,6 +56,7 @@ class Tenant:
         """Take over what its line says by now. It keeps what it has under way, owes, and has had of the day."""
         before = self.tokens
         self.line, self.tokens = line, TokenBucket(line.tokens_per_s, line.tokens_per_s)
+        self.is_limited = bool(line.requests or line.tokens_per_s or line.tokens_per_day)
         if before.per_s and line.tokens_per_s:  # without a limit nothing is owed, nor saved up
             self.tokens.owed, self.tokens.since = before.owed, before.since
 
@@ -88,9 +89,10 @@ class Tenant:
 
     def admit(self, requests: int, now: float, tokens: int = 0) -> "Admission":
         """Count so many requests as under way, and their tokens as spent, until they end, if they may be."""
-        self.check(requests, now)
+        if self.is_limited:
+            self.check(requests, now)
+            self.tokens.take(tokens)
         self.under_way += requests
-        self.tokens.take(tokens)
         self.day.reserved += tokens
         return Admission(self, requests, tokens, self.day)
 
@@ -114,14 +116,16 @@ class Admission:
 
     def reserve(self, tokens: int) -> None:
         """Count so many tokens as spent, instead of those so far."""
-        self.tenant.tokens.take(tokens - self.reserved)
+        if self.tenant.is_limited:
+            self.tenant.tokens.take(tokens - self.reserved)
         self.day.reserved += tokens - self.reserved
         self.reserved = tokens
 
     def end(self, used: int = 0) -> None:
         """Give back everything but the tokens that were used. It may be called again."""
         if self.requests:
-            self.tenant.tokens.take(used - self.reserved)
+            if self.tenant.is_limited:
+                self.tenant.tokens.take(used - self.reserved)
             self.day.reserved -= self.reserved
             self.day.spent += used
             self.tenant.under_way -= self.requests

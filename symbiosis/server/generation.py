@@ -63,14 +63,11 @@ class Choice:
     told: int  # tokens
     finish: str | None = None
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self.delta.text or self.finish)
-
     def add(self, output: Output) -> tuple[Token, ...]:
         """Add tokens, and return those that are part of the text: of several, those up to the end of a stop string."""
-        new, tokens = self.text.add_upto_stop(output.tokens)
-        delta = self.delta
+        delta, before = self.delta, self.text.taken
+        new = self.text.add([token.id for token in output.tokens])
+        tokens = output.tokens[: self.text.taken - before]
         if self.text.stopped:
             self.finish = "stop"
         elif output.finish is not None:
@@ -87,7 +84,7 @@ class Generation:
 
     Args:
         new_text: Makes the text of a completion.
-        names: What the API calls fields of the engine's, by which it may refuse.
+        names: Returns what the API calls fields of the engine's, by which it may refuse.
     """
 
     def __init__(
@@ -95,7 +92,7 @@ class Generation:
         remote: EngineClient,
         requests: Sequence[Request],
         new_text: Callable[[], Text],
-        names: Mapping[str, str],
+        names: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._remote, self._names = remote, names
         self._record = this_request()
@@ -127,7 +124,11 @@ class Generation:
             self.most_tokens += request.sampling.max_tokens * len(under_way)
         self._record.choices, self._record.prompt_tokens = max(1, self.completions), self.prompt_tokens
         self.requests = [request for request in requests if request.id in self._open]
-        self.prompt_logprobs = sum(_prompt_logprobs(each) for each in self.requests)
+
+    @property
+    def prompt_logprobs(self) -> int:
+        """How many log probabilities of prompts are told."""
+        return sum(map(_prompt_logprobs, self.requests))
 
     def begin(self) -> None:
         """Begin all requests, or none."""
@@ -213,7 +214,7 @@ class Generation:
         if packed := bytes(output.prompt_logprobs):  # they come once, with the first output of a request
             for each in self._open[output.request].values():
                 each.delta.prompt_logprobs = packed
-        if choice.has_news:
+        if choice.delta.text or choice.finish:
             is_first = not self._new
             self._new[choice.delta.choice] = choice
             if is_first:
@@ -236,7 +237,7 @@ class Generation:
         """The engine has not begun a request."""
         is_unknown = error.status == HTTPStatus.NOT_FOUND
         unknown = unknown_model(self.requests[0].adapter or "", [self._remote.welcome.model])
-        self._fail(unknown if is_unknown else renamed(error, self._names))
+        self._fail(unknown if is_unknown else renamed(error, self._names()))
 
     def _fail(self, failure: ApiError) -> None:
         self._failure = failure

@@ -125,7 +125,8 @@ def _completion(
     prompts = [front.prompts.tokens(each, cut=cut) for each in given]
     most = front.tokens_for(prompts, body.max_tokens, 16, "max_tokens")
     guide = body.follows[1] if body.follows else None
-    sampling = openai_protocol.sampling_of(body, most, body.logprobs, guide, front.prompts.sequences(body.bad_words))
+    bad = front.prompts.sequences(body.bad_words) if body.bad_words else ()
+    sampling = openai_protocol.sampling_of(body, most, body.logprobs, guide, bad)
     tops = _prompt_tops(body, most)
     generation = front.generation(admission, body, prompts, sampling, body.max_tokens is None, tops, adapter)
     echoes = []
@@ -182,7 +183,8 @@ def _chat(
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     most = front.tokens_for(prompts, body.wanted, None, field, "messages")
     tops = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = openai_protocol.sampling_of(body, most, tops, guide, front.prompts.sequences(body.bad_words))
+    bad = front.prompts.sequences(body.bad_words) if body.bad_words else ()
+    sampling = openai_protocol.sampling_of(body, most, tops, guide, bad)
     echo = content_of(body.messages[-1]) if body.echo else ""
     words = ChatWords(body.model, front.tokenizer, bool(body.logprobs), echo, before=body.continuation)
     words.ask(body)

@@ -156,7 +156,7 @@ class Body(DrawnBody, kw_only=True):
         for kind in ("json", "regex", "choice", "grammar"):
             if (given := getattr(self, f"guided_{kind}")) not in (None, msgspec.Raw()):
                 outputs[f"guided_{kind}"] = StructuredOutputs(**{kind: given})
-        return guide_of(self.response_format, outputs)
+        return guide_of(self.response_format, outputs) if outputs or self.response_format is not None else None
 
     @property
     def stops(self) -> list[str]:

@@ -177,7 +177,7 @@ def _generation(
         )
         for prompt in prompts
     ]  # fmt: skip
-    return Generation(front.remote, requests, partial(Text, front.tokenizer), {"prompt": wanted.field})
+    return Generation(front.remote, requests, partial(Text, front.tokenizer), lambda: {"prompt": wanted.field})
 
 
 TABLE = [

@@ -100,9 +100,11 @@ class Prompts:
 
     def of_text(self, text: str, special: bool = True, cut: PromptCut | None = None) -> tuple[int, ...]:
         """Return the tokens of a text, with the tokenizer's special ones if those are wanted. A cut leaves these."""
+        if cut is None:
+            return tuple(self._tokenizer(text, add_special_tokens=special).input_ids)
         text = self._fitting(text, cut)
         whole = tuple(self._tokenizer(text, add_special_tokens=special).input_ids)
-        if cut is None or len(whole) <= cut.most:
+        if len(whole) <= cut.most:
             return whole
         inner = tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
         own = len(whole) - len(inner)
@@ -127,9 +129,9 @@ class Prompts:
         """Return the tokens of what a client thinks that an answer will be; those beyond the longest text are of no use."""
         return tuple(self._tokenizer(prediction.text, add_special_tokens=False).input_ids[: self._longest])
 
-    def sequences(self, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+    def sequences(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of words: as they stand at the beginning of a text, and behind a blank."""
-        texts = [text for word in words or () if word.strip() for text in (word, " " + word.lstrip())]
+        texts = [text for word in words if word.strip() for text in (word, " " + word.lstrip())]
         found = [tuple(self._tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
         return tuple(dict.fromkeys(each for each in found if each))
 

@@ -119,7 +119,8 @@ class ServingState(ApiState):
             if body.continuation.base not in ("", self.remote.welcome.fingerprint):
                 raise ApiError(409, OTHER_BASE, "continuation")
             _check_continuation(body.continuation, completions, self.remote.welcome.longest)
-        tenant.check_most(completions, field)
+        if tenant.is_limited:
+            tenant.check_most(completions, field)
         self._check_room(tenant, prompts, completions, field)
         most = min(tokens, self.remote.welcome.most_tokens)
         admission = tenant.admit(completions, self.keys.clock(), completions * most)
@@ -224,12 +225,8 @@ class ServingState(ApiState):
         ]  # fmt: skip
         if before is not None:
             self._check_chosen(requests)
-        names = dict(body.names)
-        if (guide := sampling.guide) is not None:
-            tools = isinstance(body, ChatBody) and body.tool_use is not None
-            names[guide.kind] = body.follows[0] if body.follows and not tools else "tools"
         text = self._text_of(body, sampling, special or body.skip_special_tokens is False)
-        return Generation(self.remote, requests, text, names)
+        return Generation(self.remote, requests, text, partial(_names_of, body, sampling))
 
     def _check_chosen(self, requests: list[Request]) -> None:
         """Check the tokens that another server has chosen: text is made of them before the engine has seen them."""
@@ -244,6 +241,15 @@ class ServingState(ApiState):
         stops, keeps = [Stop(each) for each in body.stops], bool(body.include_stop_str_in_output)
         silent = () if keeps else sampling.ending(self.remote.welcome.ends)
         return partial(Text, self.tokenizer, stops, sampling.min_tokens, special, keeps, silent)
+
+
+def _names_of(body: Body, sampling: Sampling) -> dict[str, str]:
+    """Return what the API calls fields of the engine's, by which it may refuse this request."""
+    names = dict(body.names)
+    if (guide := sampling.guide) is not None:
+        tools = isinstance(body, ChatBody) and body.tool_use is not None
+        names[guide.kind] = body.follows[0] if body.follows and not tools else "tools"
+    return names
 
 
 def _check_continuation(before: Continuation, completions: int, longest: int) -> None:

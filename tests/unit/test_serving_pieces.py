@@ -111,7 +111,7 @@ def streaming(remote: Remote, tokens: int, choices: int = 1, knows_connection: b
         await receive()
         tokenizer = bytes_tokenizer()
         requests = [Request(id=1, prompt=(65,), sampling=Sampling(max_tokens=tokens), completions=choices)]
-        generation = Generation(remote, requests, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
+        generation = Generation(remote, requests, lambda: Text(tokenizer))  # type: ignore[arg-type]
         generation.begin()
         words = CompletionWords("demo", tokenizer, False, [], [(65,)], choices)
         body = CompletionBody(model="m", prompt="", stream=True)

@@ -64,7 +64,7 @@ async def streamed(take_s: Callable[[int], float]) -> tuple[Remote, list[bytes]]
     """Stream some tokens to a reader that takes so long for each piece."""
     remote, taken, tokenizer = Remote(), list[bytes](), bytes_tokenizer()
     requests = [Request(id=1, prompt=(65,), sampling=Sampling(max_tokens=TOKENS))]
-    generation = Generation(remote, requests, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
+    generation = Generation(remote, requests, lambda: Text(tokenizer))  # type: ignore[arg-type]
     generation.begin()
 
     async def send(message: Any) -> None:
@@ -117,7 +117,7 @@ def test_each_event_counts_its_own_choice_and_prompt(words: Words) -> None:
             )
             for number in (1, 2)
         ]
-        generation = Generation(remote, asked, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
+        generation = Generation(remote, asked, lambda: Text(tokenizer))  # type: ignore[arg-type]
         generation.begin()
 
         async def send(message: Any) -> None:
@@ -186,7 +186,7 @@ def test_long_tables_of_log_probabilities_are_made_in_pieces(kind: str) -> None:
 
     async def run() -> None:
         requests = [Request(id=1, prompt=prompt, sampling=Sampling(max_tokens=places))]
-        generation = Generation(remote, requests, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
+        generation = Generation(remote, requests, lambda: Text(tokenizer))  # type: ignore[arg-type]
         generation.begin()
         packed = msgspec.Raw(b"" if is_long else msgspec.msgpack.encode(table))
         tokens = table if is_long else (Token(65, -1.0),)
@@ -221,7 +221,7 @@ def test_a_response_ends_with_its_usage(streams: bool) -> None:
 
     async def run() -> None:
         remote, requests = Remote(), [Request(id=1, prompt=(65, 66), sampling=Sampling(max_tokens=3))]
-        generation = Generation(remote, requests, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
+        generation = Generation(remote, requests, lambda: Text(tokenizer))  # type: ignore[arg-type]
         generation.begin()
         remote.take(Output(request=1, tokens=(Token(65),) * 3, finish=Finish.LENGTH))
         words = ChatWords("m", tokenizer, False)
@@ -240,7 +240,7 @@ async def _stopped() -> Remote:
     """Two completions, of which a stop string ends the second, and their greatest length the first."""
     remote, tokenizer = Remote(), bytes_tokenizer()
     requests = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS), completions=2)]
-    generation = Generation(remote, requests, lambda: Text(tokenizer, ["XY"]), {})  # type: ignore[arg-type]
+    generation = Generation(remote, requests, lambda: Text(tokenizer, ["XY"]))  # type: ignore[arg-type]
     generation.begin()
     for completion, text in ((0, "a"), (1, "X"), (0, "b")):
         remote.take(Output(request=7, completion=completion, tokens=tuple(map(Token, text.encode()))))
@@ -301,7 +301,7 @@ def test_tokens_behind_a_stop_string_are_no_part_of_an_answer_though_they_come_w
     async def test() -> None:
         remote, tokenizer = Remote(), bytes_tokenizer()
         asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS, logprobs=0))]
-        generation = Generation(remote, asked, lambda: Text(tokenizer, ["XY"]), {})  # type: ignore[arg-type]
+        generation = Generation(remote, asked, lambda: Text(tokenizer, ["XY"]))  # type: ignore[arg-type]
         generation.held = Lease(FairShare(16), "eve")
         generation.begin()
         remote.take(Output(request=7, tokens=tuple(Token(token, -0.5) for token in b"abXYcd"), finish=finish))
@@ -317,7 +317,7 @@ def test_log_probabilities_that_find_no_room_end_their_own_answer() -> None:
         remote, tokenizer, room = Remote(), bytes_tokenizer(), FairShare(16)
         held = Lease(room, "eve")
         asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS, logprobs=1))]
-        generation = Generation(remote, asked, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
+        generation = Generation(remote, asked, lambda: Text(tokenizer))  # type: ignore[arg-type]
         generation.held = held
         generation.begin()
         tokens = tuple(Token(token, -0.5, ((66, -0.5),)) for token in b"abcd")
@@ -338,7 +338,7 @@ def test_log_probabilities_wait_for_the_reader_of_a_stream_as_far_as_there_is_ro
         remote, tokenizer, taken = Remote(), bytes_tokenizer(), list[bytes]()
         held = Lease(FairShare(16), "eve")  # for four tokens
         asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=100, logprobs=1))]
-        generation = Generation(remote, asked, lambda: Text(tokenizer), {})  # type: ignore[arg-type]
+        generation = Generation(remote, asked, lambda: Text(tokenizer))  # type: ignore[arg-type]
         generation.held = held
         generation.begin()
         gate = asyncio.Event()

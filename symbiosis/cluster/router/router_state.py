@@ -99,7 +99,8 @@ class RouterState(ApiState):
         """Raise `ApiError` for more than a tenant may ever have, or have now."""
         if sequences > (most := self.view.limits.get(tenant.name, sequences)):
             raise too_many_at_once(field, most, sequences)
-        tenant.check_most(sequences, field)
+        if tenant.is_limited:
+            tenant.check_most(sequences, field)
         self.check_room(tenant, sequences)
 
     def forward(self, request: Request, tenant: str, seen: Seen, data: bytes) -> Forward:

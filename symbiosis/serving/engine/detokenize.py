@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 from symbiosis.errors import ConfigError
-from symbiosis.serving.request import Token
 
 LONGEST_CHARACTER = 4  # bytes, and so tokens at most
 BROKEN = "�"
@@ -81,7 +80,7 @@ class Text:
             0  # tokens from `context` on are decoded together; the text of those before `read` is out
         )
         self._held = ""  # text that may be the beginning of a stop string
-        self.stopped = False
+        self.stopped, self.taken = False, 0  # taken: so many tokens, with the one that has stopped it
 
     def add(self, tokens: Iterable[int]) -> str:
         """Return what the text gains by these tokens. Once it has stopped, it gains nothing."""
@@ -89,21 +88,13 @@ class Text:
         for token in tokens:
             if self.stopped:
                 break
+            self.taken += 1
             if token in self._silent:
                 continue
             self._tokens.append(token)
             new = self._whole_characters()
             out += self._release(new) if self._stops else new
         return out
-
-    def add_upto_stop(self, tokens: tuple[Token, ...]) -> tuple[str, tuple[Token, ...]]:
-        """Return what the text gains by these tokens, and those of them that come before it stops, with the one that stops it."""
-        gained = ""
-        for count, token in enumerate(tokens):
-            if self.stopped:
-                return gained, tokens[:count]
-            gained += self.add((token.id,))
-        return gained, tokens
 
     def end(self) -> str:
         """Return what was held back, because no more tokens come."""

@@ -99,7 +99,9 @@ class Reader:
             raise GenerationFailed(output.error or "the first token could not come in time any more: try again later")
         finish, text, tokens = output.finish, "", output.tokens
         if self._text is not None:
-            text, tokens = self._text.add_upto_stop(tokens)
+            before = self._text.taken
+            text = self._text.add([token.id for token in tokens])
+            tokens = tokens[: self._text.taken - before]
             if self._text.stopped:
                 finish = Finish.STOP
             elif finish is not None:
