@@ -137,8 +137,7 @@ def _completion(
         ]
     skips = body.skip_special_tokens is not False
     before, has_logprobs = body.continuation, body.logprobs is not None
-    words = CompletionWords(body.model, front.tokenizer, has_logprobs, echoes, prompts, body.n, skips, before=before)
-    words.ask(body)
+    words = CompletionWords(body.model, front.tokenizer, has_logprobs, echoes, prompts, body.n, skips, asked=body)
     if before is not None and before.tokens:
         words.go_on(before)
     return words, generation
@@ -186,10 +185,9 @@ def _chat(
     bad = front.prompts.sequences(body.bad_words) if body.bad_words else ()
     sampling = openai_protocol.sampling_of(body, most, tops, guide, bad)
     echo = content_of(body.messages[-1]) if body.echo else ""
-    words = ChatWords(body.model, front.tokenizer, bool(body.logprobs), echo, before=body.continuation)
-    words.ask(body)
+    words = ChatWords(body.model, front.tokenizer, bool(body.logprobs), echo, asked=body)
     words.prompt = prompts[0]
-    if words.tells_tokens:
+    if body.return_token_ids:
         words.of_whole = b',"prompt_token_ids":%b' % msgspec.json.encode(prompts[0])
     if use is not None:
         parser = PARSERS[call_format(use, front.tool_format)]
@@ -216,7 +214,7 @@ def _reply(
     front: ServingState, admission: Admission, body: openai_protocol.Body, words: Words, generation: Generation
 ) -> ASGIApp:
     """Begin a generation, and return the answer, which ends it and what it was admitted with."""
-    if words.logprobs or words.prompt_tops is not None:
+    if words.logprobs or body.prompt_logprobs is not None:
         front.hold(generation, admission)
     admission.reserve(generation.prompt_tokens + generation.completion_tokens + generation.most_tokens)
     generation.begin()

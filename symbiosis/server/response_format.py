@@ -36,17 +36,14 @@ class Words:
     """
 
     kind, chunk_kind, prefix = "", "", ""
-    tells_tokens = False  # by number, beside their text
-    names_tokens = False  # shows them by number, instead of by their text
-    shows_chosen = False  # among those that were asked for
     of_whole = b""  # fields of the whole answer, and of the events with which a stream begins
 
     model: str
     tokenizer: Any
     logprobs: bool
-    before: Continuation | None = field(default=None, kw_only=True)  # what another server has told of it
-    # with the most likely how many others the log probabilities of a prompt's tokens are told
-    prompt_tops: int | None = field(default=None, init=False, kw_only=True)
+    asked: Body = field(
+        default_factory=Body, kw_only=True
+    )  # what an answer tells besides its text, and what another server has told of it
 
     def head(self, kind: str) -> bytes:
         """Return how an answer begins, or each of its chunks.
@@ -55,8 +52,8 @@ class Words:
         b',"model":"m","choices":['
         """
         id, created = f"{self.prefix}-{this_request().id}", int(time.time())
-        if self.before is not None:
-            id, created = self.before.id, self.before.created
+        if (before := self.asked.continuation) is not None:
+            id, created = before.id, before.created
         told = {"object": kind, "id": id, "created": created, "model": self.model}
         return msgspec.json.encode(told)[:-1] + b',"choices":['
 
@@ -64,11 +61,6 @@ class Words:
     def opening(self) -> Fields | None:
         """With what each choice of a stream begins."""
         return None
-
-    def ask(self, body: Body) -> None:
-        """Note what an answer tells besides its text."""
-        self.tells_tokens, self.names_tokens = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
-        self.prompt_tops, self.shows_chosen = body.prompt_logprobs, bool(body.logprob_token_ids)
 
     def choice(self, delta: Delta) -> Fields:
         raise NotImplementedError
@@ -82,7 +74,7 @@ class Words:
 
     def name(self, token: int) -> str:
         """Return how a token is shown beside its log probability."""
-        return f"token_id:{token}" if self.names_tokens else text_of(self.tokenizer, token)
+        return f"token_id:{token}" if self.asked.return_tokens_as_token_ids else text_of(self.tokenizer, token)
 
     def _told_prompt(self, prompt: Sequence[int], delta: Delta) -> LongList:
         """Return the log probabilities of a prompt's tokens, as vLLM tells them: the first token has none, because nothing comes before it."""
@@ -91,7 +83,7 @@ class Words:
     def _at_place(self, token: Token) -> dict[int, Fields] | None:
         if token.logprob is None:
             return None
-        ranked = [(id, logprob, rank) for rank, (id, logprob) in enumerate(token.top[: self.prompt_tops], 1)]
+        ranked = [(id, logprob, rank) for rank, (id, logprob) in enumerate(token.top[: self.asked.prompt_logprobs], 1)]
         tokens = {id: (logprob, rank) for id, logprob, rank in [(token.id, token.logprob, token.rank), *ranked]}
         return {
             id: {"logprob": finite(logprob), "rank": rank, "decoded_token": self.name(id)}
@@ -136,7 +128,11 @@ class ChatWords(Words):
 
     def beside(self, first: Delta) -> Fields:
         told = {"prompt_logprobs": None} if self.of_whole else dict(NOT_ASKED_OF_CHAT)
-        return told if self.prompt_tops is None else told | {"prompt_logprobs": self._told_prompt(self.prompt, first)}
+        return (
+            told
+            if self.asked.prompt_logprobs is None
+            else told | {"prompt_logprobs": self._told_prompt(self.prompt, first)}
+        )
 
     def part(self, delta: Delta) -> Fields:
         text, calls = self.read(delta)
@@ -165,7 +161,7 @@ class ChatWords(Words):
     def _call(self, choice: int, part: CallPart) -> Fields:
         if not part.name:
             return {"index": part.call, "function": {"arguments": part.arguments}}
-        answer = this_request().id if self.before is None else self.before.id
+        answer = this_request().id if self.asked.continuation is None else self.asked.continuation.id
         id = call_id(f"{answer} {choice} {part.call}")
         function = {"name": part.name, "arguments": part.arguments}
         return {"index": part.call, "id": id, "type": "function", "function": function}
@@ -173,7 +169,7 @@ class ChatWords(Words):
     def _ending(self, delta: Delta) -> Fields:
         shown = {"content": listed(self._shown, delta.tokens)} if self.logprobs else None
         has_called = delta.choice in self._parsers and self._parsers[delta.choice].calls > 0 and not self._is_chosen
-        tokens = {"token_ids": [token.id for token in delta.tokens]} if self.tells_tokens else {}
+        tokens = {"token_ids": [token.id for token in delta.tokens]} if self.asked.return_token_ids else {}
         return {
             **tokens,
             "logprobs": shown,
@@ -183,7 +179,7 @@ class ChatWords(Words):
     def _shown(self, token: Token) -> Fields:
         top = [self._one(id, logprob) for id, logprob in token.top]
         one = self._one(token.id, token.logprob)
-        if self.shows_chosen and all(id != token.id for id, _ in token.top):
+        if self.asked.logprob_token_ids and all(id != token.id for id, _ in token.top):
             top = [one, *top]
         return {**one, "top_logprobs": top}
 
@@ -270,15 +266,15 @@ class CompletionWords(Words):
 
     def choice(self, delta: Delta) -> Fields:
         told = self.part(delta)
-        asked, prompt = self.prompt_tops is not None, self.prompts[delta.choice // self.completions]
+        asked, prompt = self.asked.prompt_logprobs is not None, self.prompts[delta.choice // self.completions]
         return {**NOT_ASKED, **told, "prompt_logprobs": self._told_prompt(prompt, delta) if asked else None}
 
     def part(self, delta: Delta) -> Fields:
         index, text = delta.choice, delta.text
         places = self._places_in(index, [token.id for token in delta.tokens]) if self.logprobs else []
         shown = self._shown(delta.tokens, places) if self.logprobs else None
-        tokens: Fields = {"token_ids": [token.id for token in delta.tokens]} if self.tells_tokens else {}
-        if self.tells_tokens and index not in self._begun:
+        tokens: Fields = {"token_ids": [token.id for token in delta.tokens]} if self.asked.return_token_ids else {}
+        if self.asked.return_token_ids and index not in self._begun:
             tokens["prompt_token_ids"] = self.prompts[index // self.completions]
             if not self.echoes:
                 self._begun.add(index)

@@ -179,7 +179,7 @@ def test_long_tables_of_log_probabilities_are_made_in_pieces(kind: str) -> None:
     if kind == "chat":
         words = ChatWords("m", tokenizer, False)
         words.prompt = prompt
-    words.ask(asked)
+    words.asked = asked
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
