@@ -78,29 +78,33 @@ def _is_packed(layer: Layer) -> bool:
 def publish(weights: dict[int, PackedWeight]) -> BinaryIO:
     """Write packed weights into a memory file and seal it. Each is taken from `weights` when it is written."""
     entries = entries_of(weights, ALIGNED)
-    head = msgspec.msgpack.encode(entries)
-    start = _aligned(LENGTH.size + len(head))
-    size = start + max((part.end for part in parts_of(entries)), default=0)
-    file = os.fdopen(os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b", buffering=0)
-    file.truncate(size)
-    with mmap.mmap(file.fileno(), size) as memory:
-        memory[: LENGTH.size + len(head)] = LENGTH.pack(len(head)) + head
-        for entry in entries:
-            parts = weights.pop(entry.number).parts
-            for name, part in entry.parts.items():
-                begin = start + part.begin
-                memory[begin : begin + part.nbytes] = bytes_of(parts.pop(name))
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+    with _memory_file(entries) as file:
+        start = _aligned(file.tell())
+        size = start + max((part.end for part in parts_of(entries)), default=0)
+        file.truncate(size)
+        with mmap.mmap(file.fileno(), size) as memory:
+            for entry in entries:
+                parts = weights.pop(entry.number).parts
+                for name, part in entry.parts.items():
+                    begin = start + part.begin
+                    memory[begin : begin + part.nbytes] = bytes_of(parts.pop(name))
     return file
 
 
 def publish_head(entries: Sequence[FileEntry]) -> BinaryIO:
     """Write what there is of weights whose parts lie elsewhere into a memory file, and seal it."""
+    with _memory_file(entries) as file:
+        return file
+
+
+@contextmanager
+def _memory_file(entries: Sequence[FileEntry]) -> Iterator[BinaryIO]:
+    """Make a memory file that begins with its head, let the block write what follows, and seal it."""
     head = msgspec.msgpack.encode(entries)
     file = os.fdopen(os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b", buffering=0)
     file.write(LENGTH.pack(len(head)) + head)
+    yield file
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
-    return file
 
 
 def entries_of(weights: dict[int, PackedWeight], aligned: int, most: int | None = None) -> list[FileEntry]:
