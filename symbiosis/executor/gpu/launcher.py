@@ -4,8 +4,9 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from symbiosis.executor.gpu.rounds import Rounds
     from symbiosis.kernels.gpu.few_rows import FewRowsKernel
 
+Made = TypeVar("Made")
 GRAPH_AFTER = 2  # launches of a call after which a CUDA graph is made of it
 _LAUNCHED = Reply(0)
 
@@ -82,7 +84,10 @@ class Launcher:
         for stream in (self._aside, self._stream):
             torch.cuda.set_stream(stream)
             torch.cuda.current_blas_handle()  # for which torch takes memory now
-        self._gatherer = _gatherer(self._products, self._pool)
+        self._gatherer = _made(
+            partial(_gatherer, self._products, self._pool),
+            "Triton does not work here: calls of several clients are joined copy by copy, which is slower",
+        )
         if self._gatherer is not None:
             from symbiosis.executor.gpu.rounds import Rounds
 
@@ -90,21 +95,15 @@ class Launcher:
                 self._products.multiply, self._few_rows, self._on_over, self.device, self._products.gathers_for
             )
             self.shares_time = shares_time(self.device)
-            self._has_few_rows = not self.shares_time and _loaded(self._store)
+            if not self.shares_time:
+                slower = "a kernel does not run here: decoding together is slower"
+                self._has_few_rows = bool(_made(partial(_load_few_rows, self._store), slower))
             if self._store.packed and not self._batch_invariant:
-                self._read_codes()
+                _made(self._products.read_codes, "a kernel does not run here: few rows by packed weights are slower")
         if matrices := [weight for weight in self._store.shapes if weight.dim() == 2]:
             self._pace = GpuTiming(matrices, self.device)
         keep_headroom(self._store.shapes, self._most_rows, self.device)
         log(logging.INFO, "the GPU is ready", seconds=round(perf_counter() - begun, 1))
-
-    def _read_codes(self) -> None:
-        try:
-            self._products.read_codes()
-        except Exception as error:  # whatever it is: there is another way
-            log(
-                logging.WARNING, "a kernel does not run here: few rows by packed weights are slower", error=f"{type(error).__name__} {error}"
-            )  # fmt: skip
 
     @property
     def join_below(self) -> int:
@@ -303,29 +302,25 @@ def _in_range(call: DeviceCall) -> tuple[Tensor, ...]:
     return rows, ends.clamp(0, len(rows)).cummax(0).values.to(torch.int32)
 
 
-def _gatherer(products: Products, pool: GraphPool) -> "Gatherer | None":
-    """Make the gatherer, or return None where Triton, or the compiler that it needs, does not work."""
+def _made(make: Callable[[], Made], slower: str) -> Made | None:
+    """Return what this makes, or None, with a line in the log that says what is slower then, where it does not work: there is another way."""
     try:
-        from symbiosis.executor.gpu.gathered_calls import Gatherer
-
-        return Gatherer(products.multiply, pool)
-    except Exception as error:  # whatever it is: calls are answered without it
-        log(
-            logging.WARNING, "Triton does not work here: calls of several clients are joined copy by copy, which is slower",
-            error=f"{type(error).__name__} {error}",
-        )  # fmt: skip
+        return make()
+    except Exception as error:  # whatever it is
+        log(logging.WARNING, slower, error=f"{type(error).__name__} {error}")
         return None
 
 
-def _loaded(store: Store) -> bool:
-    """Whether the kernel for few rows runs on this GPU."""
+def _gatherer(products: Products, pool: GraphPool) -> "Gatherer":
+    """Make the gatherer, which needs Triton, and the compiler that Triton needs."""
+    from symbiosis.executor.gpu.gathered_calls import Gatherer
+
+    return Gatherer(products.multiply, pool)
+
+
+def _load_few_rows(store: Store) -> bool:
+    """Load the kernel for few rows."""
     from symbiosis.kernels.gpu import few_rows
 
-    try:
-        few_rows.load(store.linear_weights())
-    except Exception as error:  # whatever it is: there is another way
-        log(
-            logging.WARNING, "a kernel does not run here: decoding together is slower", error=f"{type(error).__name__} {error}"
-        )  # fmt: skip
-        return False
+    few_rows.load(store.linear_weights())
     return True
