@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from symbiosis.base.procs import python
+from symbiosis.base.procs import exit_at, python
 from symbiosis.demo import processes
 from symbiosis.demo.processes import START_S, STOP_S
 
@@ -39,7 +39,7 @@ QUIET = {
 def prepare(threads: int, once: Sequence[str] = ()) -> None:
     """Settings that processes inherit; and an end by SIGTERM is one by an exception, so that all is cleaned up. The modules `once` are
     imported once, for all workers, which share their memory then: where a disk is slow, eight workers need a minute to import torch."""
-    processes.exit_at_sigterm()
+    exit_at(signal.SIGTERM)
     os.environ.update(QUIET, OMP_NUM_THREADS=str(threads))
     if once:
         multiprocessing.set_start_method("forkserver")

@@ -40,7 +40,7 @@ import torch_index
 from _processes import progress
 from _programs import HALF, PROGRAMS, QLORA, TRL, Command, Place, Program, write_data
 
-from symbiosis.base.procs import python
+from symbiosis.base.procs import exit_at, python
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.demo import processes
 
@@ -603,7 +603,7 @@ def main() -> int:
     )
     parser.add_argument("--keep", type=Path, help="a folder for what the jobs write; default: one that is removed")
     options = parser.parse_args()
-    processes.exit_at_sigterm()
+    exit_at(signal.SIGTERM)
     options.cache.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
     crowd: Crowd | None = None

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,10 +24,10 @@ from symbiosis.audit.public_knowledge import PublicKnowledge
 from symbiosis.audit.recorder import Recorder
 from symbiosis.audit.unmasked import Unmasked, unequal_values
 from symbiosis.base.folders import temporary_folder
+from symbiosis.base.procs import exit_at
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.cli.pad_files import make
 from symbiosis.client.privacy.masked_session import Privacy, checked_bits
-from symbiosis.demo.processes import exit_at_sigterm
 
 Level = Literal["none", "noise", "split", "pads"]
 SUCCESS = 0.95  # of what an attack can reach
@@ -107,7 +108,7 @@ class Row:
 def run(level: Level, quick: bool, bits: int = 8, tcp: bool = False, tokens: int | None = None) -> int:
     """Run the whole audit. Return 0 if every row holds. Weights are quantised to `bits`; `tokens` more are sent for the equations of the
     adapter."""
-    exit_at_sigterm()  # the folder of pads may have gigabytes
+    exit_at(signal.SIGTERM)  # the folder of pads may have gigabytes
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
     checked_bits(bits)

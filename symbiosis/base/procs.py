@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from subprocess import DEVNULL, PIPE, CompletedProcess, Popen, TimeoutExpired, run
-from typing import IO
+from typing import IO, Any
 
 from symbiosis.base.logs import name_process
 
@@ -183,6 +183,21 @@ def _follow(most_s: float) -> None:
             time.sleep(LOOK_S)
     _has_word.set()
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def exit_at(*signals: signal.Signals) -> dict[signal.Signals, Any]:
+    """Let the first of these signals end this process as an exception does, so that it cleans up. Later ones are ignored, because they would break
+    off what the first one has begun: `timeout N make demo` sends two. Return what was done at each before; what is ignored stays so."""
+
+    def come(number: int, _: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = {each: done for each in signals if (done := signal.getsignal(each)) != signal.SIG_IGN}
+    for each in before:
+        signal.signal(each, come)
+    return before
 
 
 def when_told_to_end(begin: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> None:

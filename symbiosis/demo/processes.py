@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -83,17 +82,6 @@ class Participant(Child):
             self.kill()
         self._reader.join(STOP_S)
         self.stdout.close()
-
-
-def exit_at_sigterm() -> None:
-    """Let SIGTERM end this process as an exception does, so that it cleans up. Later ones are ignored: `timeout N make demo` sends two, and
-    the second one would break off what the first one has begun."""
-
-    def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sys.exit(143)
-
-    signal.signal(signal.SIGTERM, end)
 
 
 @contextlib.contextmanager

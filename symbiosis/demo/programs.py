@@ -1,6 +1,7 @@
 """Runs the demo: three programs share one base, and what they computed is compared with plain transformers and PEFT."""
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ from rich.console import Console
 from rich.text import Text
 
 from symbiosis.base.folders import temporary_folder
+from symbiosis.base.procs import exit_at
 from symbiosis.base.reporting import Report
 from symbiosis.cli.top import size_of, snapshot
 from symbiosis.client.session import Session
 from symbiosis.demo.compare import Comparison, compare
 from symbiosis.demo.display import display
 from symbiosis.demo.enlarge import enlarge
-from symbiosis.demo.processes import Participant, ProcessError, clients, executor, exit_at_sigterm
+from symbiosis.demo.processes import Participant, ProcessError, clients, executor
 from symbiosis.errors import ConfigError
 from symbiosis.executor.observe.snapshot import Snapshot
 
@@ -58,7 +60,7 @@ class DemoResults:
 
 def run(layers: int, steps: int, tokens: int, keep: Path | None) -> int:
     """Run the whole demo. Return 0 if split and unsplit are identical and the trainer has learned."""
-    exit_at_sigterm()
+    exit_at(signal.SIGTERM)
     transformers.utils.logging.disable_progress_bar()
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     begun = time.monotonic()

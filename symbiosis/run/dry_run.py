@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from symbiosis.base.folders import temporary_folder
+from symbiosis.base.procs import exit_at
 from symbiosis.run.command import environment_of, program_of
 from symbiosis.run.outcome import COMPUTES, Verdict, verdicts
 from symbiosis.run.settings import VERDICT
@@ -95,21 +96,13 @@ def _computes(verdict: Path) -> bool:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Have the first signal that asks for the end raise `SystemExit` in the block. What else comes then does not disturb the cleaning up."""
-
-    def come(number: int, _: object) -> None:
-        for each in heard:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    heard = {each: before for each in SIGNALS if (before := signal.getsignal(each)) != signal.SIG_IGN}
-    for each in heard:
-        signal.signal(each, come)
+    """Have the first signal that asks for the end raise `SystemExit` in the block."""
+    before = exit_at(*SIGNALS)
     try:
         yield
     finally:
-        for each, before in heard.items():
-            signal.signal(each, before)
+        for each, done in before.items():
+            signal.signal(each, done)
 
 
 def _end(process: "subprocess.Popen[bytes]", verdict: Path) -> None:

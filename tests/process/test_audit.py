@@ -97,7 +97,7 @@ def test_two_operators_learn_nothing_in_a_small_audit(
 ) -> None:
     """All of `symbiosis audit`, but its owner works too little for attacks other than on rows to succeed without protection."""
     monkeypatch.setattr(audit_module, "QUICK", SMALL)
-    monkeypatch.setattr(audit_module, "exit_at_sigterm", lambda: None)
+    monkeypatch.setattr(audit_module, "exit_at", lambda *_: None)
     audit_module.run("split", quick=True)
     bars = told_of("split", capsys.readouterr().out)
     assert all(holds or name.endswith(", plain") for name, holds in bars.items())

@@ -15,11 +15,12 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from symbiosis.base import procs
+from symbiosis.base.procs import exit_at
 from symbiosis.cli.top import snapshot
 from symbiosis.client.session import Session
 from symbiosis.demo.compare import Comparison, Result, hold_against, same_bits
 from symbiosis.demo.enlarge import enlarge
-from symbiosis.demo.processes import Participant, ProcessError, clients, executor, exit_at_sigterm
+from symbiosis.demo.processes import Participant, ProcessError, clients, executor
 from symbiosis.demo.programs import TRAINER, DemoResults, report
 from symbiosis.demo.trainer import BATCH, HELD_OUT, LENGTH, examples
 from symbiosis.executor.model.load import DEMO_MODEL, load_model
@@ -135,7 +136,7 @@ time.sleep(60)
 
 
 def ends_what_it_started(folder: Path) -> None:
-    exit_at_sigterm()
+    exit_at(signal.SIGTERM)
     os.chdir(folder)
     with clients({"slow": ["-c", SLOW]}, folder) as (child,):
         (folder / "pid").write_text(str(child.pid))
