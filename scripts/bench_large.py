@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 from queue import SimpleQueue
+from statistics import fmean
 
 import torch
 from _processes import progress
@@ -38,6 +39,7 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
 }  # fmt: skip
 ROWS, LENGTH = 2, 512  # of a training step
+LEAST_STEPS = 4  # beside which tokens are counted
 REQUESTS, PROMPT, TOKENS = 16, 128, 64
 
 
@@ -114,11 +116,13 @@ def together(load: Load) -> tuple[float, float]:
     try:
         progress(f"the first time: {load.tokens_per_s():,.0f} tokens/s")
         steps.clear()
-        found = load.tokens_per_s()
+        found = []
+        while len(steps) < LEAST_STEPS:  # a few requests may be over before a step is
+            found.append(load.tokens_per_s())
     finally:
         stopped.set()
         thread.join()
-    return found, sum(steps) / len(steps)
+    return fmean(found), fmean(steps)
 
 
 def main(arguments: list[str] | None = None) -> int:

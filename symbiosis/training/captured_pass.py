@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from symbiosis.client.capture import Captured
 from symbiosis.errors import CaptureError
 from symbiosis.kernels import with_triton
+from symbiosis.kernels.gpu.streams import wait_until_done
 from symbiosis.training.low_rank import SharedRows
 from symbiosis.training.row_losses import KINDS, NUMBERS, row_numbers
 from symbiosis.training.run_adapter import RunAdapter
@@ -79,7 +80,9 @@ class CapturedPass:
         tables = self._tables(works, groups, recomputed)
         try:
             with torch.cuda.device(self._device):
-                found, losses = self._captured(*tables).cpu()
+                computed = self._captured(*tables)
+                wait_until_done(self._device)
+                found, losses = computed.cpu()
         except CaptureError as error:
             logger.warning("training runs without CUDA graphs: %s", error)
             self._captured = None

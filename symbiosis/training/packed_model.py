@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from symbiosis.errors import AdapterError, ConfigError, SymbiosisError
 from symbiosis.kernels import with_triton
+from symbiosis.kernels.gpu.streams import aside, wait_until_done
 from symbiosis.offload.logit_check import agree, logits_alone, place_of, probe_tokens, text_config
 from symbiosis.serving.lora.peft_layers import Skeleton
 from symbiosis.serving.runner.compiled_layers import compile_layers
@@ -54,6 +55,8 @@ class PackedModel:
 
     def __init__(self, model: nn.Module, compiled: bool, recompute: bool | None = None) -> None:
         self.device, self.dtype = place_of(model)
+        # beside that on which engines of this program make tokens
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.longest: int = getattr(text_config(model), "max_position_embeddings", None) or 1 << 30
         self.skeleton = Skeleton(model)
         self._model = self.skeleton.copy(own_biases=False).eval()
@@ -116,7 +119,11 @@ class PackedModel:
         self._groups.append(SharedRows(len(self._groups), names, modules, self._acting))
 
     def compute(self, works: Sequence[RunWork]) -> None:
-        """Find log probabilities and losses, and add to the gradients of the runs' parameters."""
+        """Find log probabilities and losses, and add to the gradients of the runs' parameters. All of it is there when this returns."""
+        with aside(self._stream):
+            self._compute_here(works)
+
+    def _compute_here(self, works: Sequence[RunWork]) -> None:
         backward = any(work.backward for work in works)
         rows = sum(work.adapter.virtual + len(datum) for work in works for datum in work.data)
         again = backward and self._plan.recomputes(rows) and self._can_recompute()
@@ -161,6 +168,7 @@ class PackedModel:
                 rows = rows.to(hidden.device)
                 head = SequencesAtHead(self.head, hidden.detach()[rows], owners, data)
                 found = iter(head.logprobs())
+                wait_until_done(self.device)
                 wanted = [slope for work in works for slope in _finish(work, [next(found) for _ in work.data])]
                 if backward:
                     gradient = head.backward(wanted)

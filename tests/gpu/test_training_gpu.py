@@ -1,6 +1,7 @@
 """The engine that trains, on a GPU: as PEFT alone, over its own weights and over those of an executor."""
 
 import threading
+import time
 from math import hypot
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from symbiosis.training import Engine
+from symbiosis.training.packed_model import PackedModel
 from tests.conftest import tiny_llama
 from tests.gpu.test_gpu_mapped import Served
 
@@ -93,6 +95,30 @@ def test_checkpoints_go_on(tmp_path: Path) -> None:
             each.step(1e-2).result(120)
         pairs = zip(*([p for p in each.model.parameters() if p.requires_grad] for each in (run, loaded)), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("config", ["LoRA", "DoRA"])
+def test_nobody_waits_for_a_pass(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other threads of the program compute meanwhile, such as tokens. Passes of LoRA are captured, those of DoRA are not."""
+    hidden = PackedModel._hidden
+
+    def slow(self: PackedModel, inputs: dict[str, Any]) -> Tensor:
+        torch.cuda._sleep(1_500_000_000)  # most of a second
+        return hidden(self, inputs)
+
+    with Engine(tiny_llama().cuda()) as engine:
+        run = engine.create(CONFIGS[config](), seed=0)
+        monkeypatch.setattr(PackedModel, "_hidden", slow)
+        for _ in range(4):  # then it is captured
+            run.forward_backward(batch(1, 2, 9)).result(120)
+        (torch.ones(8).cuda() + 1).cpu()
+        asked = run.forward_backward(batch(1, 2, 9))
+        time.sleep(0.2)
+        began = time.perf_counter()
+        found = [(torch.ones(8).cuda() + number).cpu() for number in range(8)]
+        took, was_there = time.perf_counter() - began, asked.done()
+        asked.result(120)
+    assert len(found) == 8 and not was_there and took < 0.2
 
 
 def test_it_is_where_the_executor_is(processes: Any, tmp_path: Path) -> None:

@@ -177,14 +177,11 @@ class Mapped:
 
     def multiplies(self, number: int, dtype: torch.dtype, rows: int) -> bool:
         """Whether a product of so many rows, in a step that is captured and records no gradients, is computed here."""
-        matrix, advice = self._matrices.get(number), self.fixed
-        of_packed = number in self._packed and self._is_linear(number) and not self._on_cpu
-        there = self.weights[number].dtype if of_packed else matrix.dtype if matrix else None
-        if there is not dtype or advice is None:
+        weight, advice, training = self.weights.get(number), self.fixed, self._priority is Priority.TRAIN
+        if advice is None or weight is None or weight.dim() != 2 or weight.dtype is not dtype:
             return False
-        if of_packed and self._priority is Priority.TRAIN:
+        if self._is_made_whole_there(number, training) or (self._on_cpu and number in self._packed):
             return False
-        training = self._priority is Priority.TRAIN
         return not should_send(rows, self._nbytes, training, advice.others, advice.give_way)
 
     def _has(self, x: Tensor) -> bool:
@@ -253,16 +250,17 @@ class Mapped:
         """Whether this call should be answered here rather than sent. Tells the executor of tokens that are decoded."""
         if not self.knows(call):
             return False
-        if call.op.traits.multiplies and self._is_made_whole_there(call):
+        if not call.op.traits.multiplies:
+            return True
+        training = (self._priority or call.priority) is Priority.TRAIN
+        if self._page is not None and self._is_made_whole_there(call.layer, training):
             return False
-        return not call.op.traits.multiplies or not self._should_send(call.rows, call.priority is Priority.TRAIN)
+        return not self._should_send(call.rows, training)
 
-    def _is_made_whole_there(self, call: Call) -> bool:
+    def _is_made_whole_there(self, number: int, training: bool) -> bool:
         """Whether a GPU's packed weight is made whole by the executor, once for the rows of all, rather than by each client for itself. Rows of which
         no gradients are wanted do not go there for that."""
-        if self._on_cpu or self._page is None or call.layer not in self._packed:
-            return False
-        return (self._priority or call.priority) is Priority.TRAIN or not self._is_linear(call.layer)
+        return not self._on_cpu and number in self._packed and (training or not self._is_linear(number))
 
     def answer(self, call: Call, payload: Payload, shapes: Shapes) -> list[Tensor]:
         """Answer a call as the executor would."""
@@ -285,18 +283,17 @@ class Mapped:
     def _products(self, call: Call, x_TK: Tensor) -> list[Tensor]:
         """Return the product of each layer of a group."""
         dtype = TORCH_DTYPE[call.dtype]
-        if self._by_codes is not None and len(x_TK) <= self._codes.MOST_ROWS:
-            few = self._by_codes.by(
-                call.layers, call.bias, lambda: [self._bias(layer).to(dtype) for layer in call.layers], dtype
-            )
-            if few is not None:
-                made: list[Tensor] = few.multiply(x_TK, [None] * len(call.layers))
-                return made
-        results = []
-        for layer in call.layers:
-            bias = self._bias(layer).to(dtype) if call.bias else None
-            results.append(product(x_TK, self._operand(layer, call.op, None, dtype), bias))
-        return results
+
+        def biases() -> list[Tensor]:
+            return [self._bias(layer).to(dtype) for layer in call.layers]
+
+        wanted = biases if call.bias else None
+        if self._by_codes is not None and (few := self._by_codes.by(call.layers, len(x_TK), wanted, dtype)):
+            made: list[Tensor] = few.multiply(x_TK, [None] * len(call.layers))
+            return made
+        matrices = (self._operand(layer, call.op, None, dtype) for layer in call.layers)  # one after another
+        each = wanted() if wanted else [None] * len(call.layers)
+        return [product(x_TK, matrix, bias) for matrix, bias in zip(matrices, each, strict=True)]
 
     def _gradient(self, call: Call, dys: Tensor) -> Tensor:
         """Return the gradient of the rows that a layer was given, or a group."""

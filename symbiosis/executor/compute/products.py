@@ -4,7 +4,7 @@ Shapes: T rows, K what goes in, N what comes out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -29,17 +29,15 @@ class Products:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.device = store.device
-        self._most_by_codes = 0  # rows that are multiplied by packed weights as they lie there
-        self._by_codes: PackedProducts | None = None
+        self._by_codes: PackedProducts | None = None  # multiplies few rows by packed weights as they lie there
 
     def read_codes(self) -> None:
         """From now on, multiply few rows by packed weights on a GPU as they lie there. Sums round in their own way."""
-        from symbiosis.kernels.gpu.packed_rows import MOST_ROWS, PackedProducts, load
+        from symbiosis.kernels.gpu.packed_rows import PackedProducts, load
 
         load((packed, self.store.weights[number].dtype) for number, packed in self.store.packed.items())
         manifest, packed = self.store.manifest, self.store.packed
         self._by_codes = PackedProducts({one: packed[one] for one in packed if manifest[one].kind == "linear"})
-        self._most_by_codes = MOST_ROWS
 
     def multiply(
         self,
@@ -69,9 +67,10 @@ class Products:
 
     def _codes_for(self, call: Call, x: list[Tensor]) -> "PackedRows | None":
         """Return what multiplies by the codes of packed weights, or None if they are made whole for this call."""
-        if self._by_codes is None or call.op is not Op.FORWARD or call.view or len(x[0]) > self._most_by_codes:
+        if self._by_codes is None or call.op is not Op.FORWARD or call.view:
             return None
-        return self._by_codes.by(call.layers, call.bias, lambda: self.store.biases_of(call), TORCH_DTYPE[call.dtype])
+        biases = partial(self.store.biases_of, call) if call.bias else None
+        return self._by_codes.by(call.layers, len(x[0]), biases, TORCH_DTYPE[call.dtype])
 
     def prepared(self, call: Call, x: list[Tensor]) -> list[Tensor]:
         """Return the rows as `panels` takes them, so that all panels share what is done with the rows alone."""

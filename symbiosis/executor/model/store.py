@@ -183,7 +183,9 @@ class Store:
         for number, weight in served.items():
             self.weights[number] = weight
         if self.packed and self.on_gpu:
-            files, self.packed = self._share_packed_on_gpu()
+            from symbiosis.transport.cuda import packed_pieces
+
+            files, self.packed = packed_pieces.publish(self.manifest, self.packed, self.device)
             self.files += files
         elif self.packed:
             self.files.append(packed_file.publish(self.packed))
@@ -201,11 +203,6 @@ class Store:
         pieces, served = weights.publish(self.manifest, self.device, moved)
         self.files = [os.fdopen(piece.fd(), "rb", buffering=0) for piece in pieces]
         return served
-
-    def _share_packed_on_gpu(self) -> tuple[list[BinaryIO], dict[int, PackedWeight]]:
-        from symbiosis.transport.cuda import packed_pieces
-
-        return packed_pieces.publish(self.manifest, self.packed, self.device)
 
     def _phase(self, number: int) -> int:
         return shared_weights.phase(self.weights[number])

@@ -309,14 +309,16 @@ class PackedProducts:
     def by(
         self,
         numbers: tuple[int, ...],
-        has_bias: bool,
-        biases: Callable[[], Sequence[Tensor | None]],
+        rows: int,
+        biases: Callable[[], Sequence[Tensor | None]] | None,
         dtype: torch.dtype,
     ) -> PackedRows | None:
-        """Return what multiplies rows of this dtype by these matrices, or None if one of them has to be made whole."""
-        key = numbers, has_bias, dtype
+        """Return what multiplies so many rows of this dtype by these matrices and adds biases, or None if the matrices have to be made whole."""
+        if rows > MOST_ROWS:
+            return None
+        key = numbers, biases is None, dtype
         if key not in self._prepared:
-            each = biases() if has_bias else [None] * len(numbers)
+            each = biases() if biases else [None] * len(numbers)
             self._prepared[key] = prepared([self._matrices.get(number) for number in numbers], each, dtype)
         return self._prepared[key]
 

@@ -17,3 +17,25 @@ def alongside(current: torch.cuda.Stream, streams: Collection[torch.cuda.Stream]
     finally:
         for stream in streams:
             current.wait_stream(stream)
+
+
+@contextmanager
+def aside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Run the block on this stream, behind what the current one was given so far, and wait until it is over. What other threads give the current
+    stream meanwhile does not wait. None: the block runs where it is."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()
+
+
+def wait_until_done(device: torch.device) -> None:
+    """Wait until the current stream is done. To be called before a long pass is read: a copy to pageable memory waits as well, but until then
+    no other thread of the program can launch anything."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
