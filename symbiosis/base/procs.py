@@ -121,7 +121,7 @@ class Child:
 
 # ---------------------------------------------------------------- in a child
 
-_parent_is_gone = threading.Event()
+parent_is_gone = threading.Event()  # whether the process that started this one has died
 _has_word = threading.Event()  # the parent's, which the next SIGTERM stands for
 _is_needed: Callable[[], bool] = bool
 heard = ""  # what the parent said first
@@ -163,11 +163,6 @@ def follow_parent(most_s: float = 0.0) -> None:
     threading.Thread(target=_follow, args=[most_s], name="symbiosis-parent", daemon=True).start()
 
 
-def parent_is_gone() -> bool:
-    """Whether the process that started this one has died."""
-    return _parent_is_gone.is_set()
-
-
 def while_needed(is_needed: Callable[[], bool]) -> None:
     """Have an orphan go on while this is so, within the time that its parent gave it. It is asked in a thread of its own."""
     global _is_needed
@@ -176,7 +171,7 @@ def while_needed(is_needed: Callable[[], bool]) -> None:
 
 def _follow(most_s: float) -> None:
     if not os.read(0, 1):
-        _parent_is_gone.set()
+        parent_is_gone.set()
         logger.warning("the process that started this one is gone, so it ends when nobody needs it, or in %g s", most_s)
         ends = time.monotonic() + most_s
         while time.monotonic() < ends and _is_needed():

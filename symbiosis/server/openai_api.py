@@ -127,7 +127,7 @@ def _completion(
     guide = body.follows[1] if body.follows else None
     bad = front.prompts.sequences(body.bad_words) if body.bad_words else ()
     sampling = openai_protocol.sampling_of(body, most, body.logprobs, guide, bad)
-    tops = _prompt_tops(body, most)
+    tops = _echoed_tops(body, most) if body.echo else body.prompt_logprobs
     generation = front.generation(admission, body, prompts, sampling, body.max_tokens is None, tops, adapter)
     echoes = []
     if body.echo:  # a text as it was given: its tokens may begin with one that the tokenizer has put there
@@ -143,10 +143,10 @@ def _completion(
     return words, generation
 
 
-def _prompt_tops(body: openai_protocol.CompletionBody, most: int) -> int | None:
-    """Return how many of the most likely tokens are told at each place of a prompt, beside its own; None: no log probabilities of it are. Where no
-    token is to be made, they are computed all the same."""
-    echoed = body.logprobs or 0 if body.echo and (body.logprobs is not None or most == 0) else None
+def _echoed_tops(body: openai_protocol.CompletionBody, most: int) -> int | None:
+    """Return how many of the most likely tokens are told at each place of a prompt that is shown, beside its own; None: no log probabilities of it
+    are. Where no token is to be made, they are computed all the same."""
+    echoed = body.logprobs or 0 if body.logprobs is not None or most == 0 else None
     asked = [each for each in (body.prompt_logprobs, echoed) if each is not None]
     return max(asked, default=None)
 

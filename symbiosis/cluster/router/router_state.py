@@ -75,7 +75,7 @@ class RouterState(ApiState):
 
     def relay(self, request: Request, tenant: Tenant, asked: CompletionFields) -> Relay:
         """Return the answer to a completion, if the tenant may have so many."""
-        wish = self._wish_of(tenant, asked, *self.chosen(self.named(asked.model)))
+        wish = self._wish_of(tenant, asked, *self.chosen(asked.model or self.only_model()))
         admission, held = self._admitted(tenant, wish, asked.tokens + asked.most_tokens, asked.size)
         return Relay(self.view, request.url.path, passed_on(request), asked, wish, held, admission)
 
@@ -119,7 +119,7 @@ class RouterState(ApiState):
 
     def respond(self, request: Request, tenant: Tenant, asked: ResponseFields, data: bytes, at: Seen | None) -> Forward:
         """Return the answer to /v1/responses: of the server that has the run or what it goes on from, or of one that has room."""
-        model, adapter = self._chosen_at(at, self.named(asked.model))
+        model, adapter = self._chosen_at(at, asked.model or self.only_model())
         if at is None:
             at = self.view.marked(mark_in_response(asked.previous_response_id or ""))
             if at is not None and asked.model in self.view.told.aliases:
@@ -132,13 +132,13 @@ class RouterState(ApiState):
         self, request: Request, tenant: Tenant, asked: GenerateFields, data: bytes, at: Seen | None
     ) -> Forward:
         """Return the answer to /generate, of the server that has the run, or of one that has room."""
-        model, adapter = self._chosen_at(at, self.named(asked.model, "adapter_id"))
+        model, adapter = self._chosen_at(at, asked.model or self.only_model("adapter_id"))
         wish = wish_of_text(model, adapter, tenant.name, len(data), asked.wanted, self.view.most(model)[1])
         return self._answer_of_one(request, tenant, wish, data if adapter else asked.body(model), at)
 
     def pool(self, request: Request, tenant: Tenant, asked: PoolingFields, data: bytes, at: Seen | None) -> Forward:
         """Return the answer to a request for vectors, classes or scores of texts."""
-        model, adapter = self._chosen_at(at, self.named(asked.model))
+        model, adapter = self._chosen_at(at, asked.model or self.only_model())
         self._check_sequences(tenant, asked.texts, asked.field)
         wish = asked.wish(model, adapter, tenant.name, self.view.most(model)[0])
         body = data if adapter else with_fields(data, {"model": model})
@@ -150,16 +150,14 @@ class RouterState(ApiState):
 
     def tokens(self, request: Request, tenant: Tenant, model: str | None, data: bytes) -> Forward:
         """Return the answer to a request that any server of a model answers, however full it is."""
-        name, _ = self.chosen(self.named(model))
+        name, _ = self.chosen(model or self.only_model())
         ready = [seen for seen in self.view.seen.values() if seen.member.model == name and seen.state is State.READY]
         if not ready:
             raise no_room(self.view, name)
         return self.forward(request, tenant.name, min(ready, key=lambda seen: seen.mine), data)
 
-    def named(self, model: str | None, field: str = "model") -> str:
-        """Return the model that a body names, or the only one that there is. One that names none means the base, which a cluster may have several of."""
-        if model:
-            return model
+    def only_model(self, field: str = "model") -> str:
+        """Return the only model that there is: a body that names none means the base, which a cluster may have several of. `field` would name it."""
         if len(self.view.told.names) == 1:
             return self.view.told.names[0]
         raise wrong(f"name a model: there are {', '.join(map(repr, self.view.told.names))} and adapters", field)

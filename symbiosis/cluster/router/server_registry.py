@@ -129,7 +129,7 @@ class ServerRegistry:
 
     def look(self) -> None:
         """Take what the cluster tells, if that is new. A front end that has outlived its cluster has nothing to do with the next one."""
-        if parent_is_gone():
+        if parent_is_gone.is_set():
             return
         with suppress(OSError):
             status = self._file.lstat()

@@ -281,7 +281,7 @@ class Loop:
         may come next. They are computed again in the next step. If nothing else is in the step, nothing was computed."""
         logits = self._computed(step)
         rows = choosing(step)
-        guided = [each for each in rows if isinstance(each, Sequence) and each.request.sampling.guide is not None]
+        guided = [each for each in rows if isinstance(each, Sequence) and each.is_guided]
         allowed, unknown = self._allowed(step, guided) if guided else ({}, set())
         if unknown:
             step = step.without(unknown)

@@ -84,14 +84,14 @@ class BlockManager:
 
     def keep(self, sequence: Sequence) -> None:
         """Let those of a sequence's blocks be found that are full by now."""
-        full = sequence.blocks[: sequence.computed // BLOCK] if self.shares else []
-        first = len(full)
-        while first and not full[first - 1].key:
+        blocks, full = sequence.blocks, sequence.computed // BLOCK if self.shares else 0
+        first = full
+        while first and not blocks[first - 1].key:
             first -= 1
-        if first == len(full):
+        if first == full:  # as in most steps
             return
-        name = full[first - 1].key if first else _start(sequence)
-        for number, block in enumerate(full[first:], first):
+        name = blocks[first - 1].key if first else _start(sequence)
+        for number, block in enumerate(blocks[first:full], first):
             block.key = name = _name(name, sequence.tokens[number * BLOCK : (number + 1) * BLOCK])
             if name not in self._named and not block.gone:  # else another sequence has computed the same just now
                 self._named[name] = block

@@ -371,8 +371,10 @@ class Scheduler:
             and (each.adapter is None or self._is_here(each.adapter))
         ]
         prompts = [each for each in here if each.uncomputed > 1]
-        rows, piece = self.rules.prefill_tokens, self._pace.piece(now, beside=len(prompts) < len(here))
-        wanted = policy.prompt_rows(prompts, rows, piece, self._sharer, self.rules.whole_prompts)
+        wanted: dict[Sequence, int] = {}
+        if prompts:
+            rows, piece = self.rules.prefill_tokens, self._pace.piece(now, beside=len(prompts) < len(here))
+            wanted = policy.prompt_rows(prompts, rows, piece, self._sharer, self.rules.whole_prompts)
         parts: list[tuple[Sequence, int]] = []
         for sequence in here:
             count = wanted.get(sequence, 0) if sequence.uncomputed > 1 else 1

@@ -51,6 +51,7 @@ class Sequence:
     virtual: int = 0
     prompt_length: int = field(init=False)  # with those
     brought: int = field(init=False)  # tokens that it came with: also those that another server is said to have chosen
+    is_guided: bool = field(init=False)  # its text has to follow something
     is_first: bool = field(init=False)  # it computes its prompt for all completions of the request
     scores_prompt: bool = field(init=False)  # ... and the log probabilities of the prompt's tokens
     # ... and something of each of its rows, which nobody has kept of what is found
@@ -65,6 +66,7 @@ class Sequence:
         self.prompt_length = self.virtual + len(request.prompt)
         self.brought = self.prompt_length + (len(request.chosen[self.completion]) if request.chosen else 0)
         self.is_first = self.completion == (request.under_way[0] if request.ended else 0)
+        self.is_guided = request.sampling.guide is not None
         self.scores_prompt = request.prompt_logprobs is not None and self.is_first
         self.reads_prompt = self.scores_prompt or (request.pooling is not None and request.pooling.kind == "mean")
 
