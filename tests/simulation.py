@@ -34,7 +34,7 @@ class Step:
     rows: int
     priority: int = 1
     divisible: bool = True
-    joinable: bool = True
+    batchable: bool = True
 
 
 @dataclass
@@ -145,7 +145,7 @@ class Simulation:
         if client.left:
             return
         step = client.steps[client.sent]
-        item = Item(session, step.key, step.rows, step.priority, now, None, step.divisible, step.joinable)
+        item = Item(session, step.key, step.rows, step.priority, now, None, step.divisible, step.batchable)
         sent = self.waiting[item] = Sent(session, client.sent, item)
         self.calls.append(sent)
         client.sent += 1
@@ -153,7 +153,7 @@ class Simulation:
 
     def _answer(self, sent: Sent, now: float) -> None:
         sent.answered = now
-        if sent.item.joinable:
+        if sent.item.batchable:
             self.active.add(sent.session)
         self.clients[sent.session].unanswered -= 1
         self._go_on(sent.session, now)
@@ -180,7 +180,7 @@ steps = st.builds(
     rows=rows,
     priority=st.integers(0, 2),
     divisible=st.sampled_from((True, True, False)),
-    joinable=st.sampled_from((True, True, False)),
+    batchable=st.sampled_from((True, True, False)),
 )
 clients = st.builds(
     Client,

@@ -61,7 +61,7 @@ class DeviceCall(Repeated):
     call: Call
     payload: tuple[Tensor, ...]
     results: tuple[Tensor, ...]  # where the results go: one tensor for all, or one for each member
-    addresses: "RowAddresses | None" = None  # set if other calls can join it
+    addresses: "RowAddresses | None" = None  # set if other calls can be batched with it
     launches: int = 0  # how often it has run
     graph: "torch.cuda.CUDAGraph | None" = None  # everything that the stream does for it, the reply included
     error: Exception | None = None  # raised by one of its slices
@@ -82,7 +82,7 @@ class DeviceCall(Repeated):
         return (self.call,)
 
     @property
-    def joins(self) -> bool:
+    def can_be_batched(self) -> bool:
         """Whether the GPU can answer it together with others."""
         return self.addresses is not None
 
@@ -117,7 +117,7 @@ class Round(Repeated):
     """The calls of one client's captured step, in order. All have the same number of rows."""
 
     results: tuple[Tensor, ...] = ()  # its calls have places of their own
-    joins = True
+    can_be_batched = True
 
     def __init__(self, key: RoundKey, members: tuple[DeviceCall, ...], words: RoundWords, number: int = 0) -> None:
         """`words` are where the client and the device tell each other how far the round has come."""
@@ -162,7 +162,7 @@ Work = HostCall | DeviceCall | Round
 
 
 def addresses_of(call: DeviceCall) -> RowAddresses:
-    """Return the addresses of a call that others can join."""
+    """Return the addresses of a call with which others can be batched."""
     assert call.addresses is not None
     return call.addresses
 

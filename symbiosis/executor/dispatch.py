@@ -66,7 +66,7 @@ class Dispatch:
         self.engine = BatchRunner(
             store,
             ledger.answered,
-            ledger.joined,
+            ledger.batched,
             options.workers,
             batcher.took,
             options.max_batch_tokens,
@@ -75,9 +75,9 @@ class Dispatch:
         )
         self.gpu, self.device, self.stream = self.engine.gpu, self.engine.device, self.engine.gpu.stream
         self._gpu_name = device_name(self.device) if self.device.type == "cuda" else ""
-        self.cohort = ForeseenBatch(batcher, self.gpu.join, ledger.together, self._enqueue)
+        self.cohort = ForeseenBatch(batcher, self.gpu.launch_batch, ledger.together, self._enqueue)
         self.background = Background(options.train_share)
-        self._advisor = Advisor(batcher.rules.policy.joins, self.device.type == "cuda" and options.train_share < 1)
+        self._advisor = Advisor(batcher.rules.policy.batches, self.device.type == "cuda" and options.train_share < 1)
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
         self.has_prepared = False  # whether a GPU makes calls, which may be held back
         self.draining = False  # set when no new calls are taken
@@ -95,7 +95,7 @@ class Dispatch:
         return min(self._batcher.wake_at(), self.cohort.wake_at(), self.background.wake_at())
 
     def wait_for_nobody(self) -> None:
-        """Answer every call that has arrived without waiting for others to join, because the executor ends."""
+        """Answer every call that has arrived without waiting for others, because the executor ends."""
         self._batcher.rules.policy, self.background.share = IMMEDIATE, 1.0
         if self.gpu.rounds is not None:
             self.gpu.rounds.drain()
@@ -185,7 +185,7 @@ class Dispatch:
         self._ledger.came(session, plan, plan.held)
         key = ("observer", plan.key) if session.observer else plan.key
         self._batcher.add(Item(
-            session.number, key, plan.rows, priority, session.heard, work, call.by_rows, plan.joinable,
+            session.number, key, plan.rows, priority, session.heard, work, call.by_rows, plan.batchable,
             price=plan.multiplications, grains=plan.grains, kind=plan.kind, turns=plan.turns,
         ))  # fmt: skip
         return True
@@ -245,7 +245,7 @@ class Dispatch:
         takes_turns = not peer.here or peer.tenant is not None
         made = DeviceCall(
             peer=peer, plan=plan, number=number, priority=call.priority if session.priority is None else session.priority, call=call, payload=payload,
-            results=results, seq=seq, large=not takes_turns and self.gpu.join_below <= plan.rows <= self._batcher.rules.max_rows,
+            results=results, seq=seq, large=not takes_turns and self.gpu.batch_below <= plan.rows <= self._batcher.rules.max_rows,
         )  # fmt: skip
         self.gpu.note_addresses(made, at)
         return made
@@ -262,7 +262,7 @@ class Dispatch:
         if large and self._batcher.rules.policy.waits_for_all and not again:
             raise CallError(Code.UNKNOWN_OP, "large calls take turns under lockstep, and are answered one by one")
         # an executor before this one may have measured another limit
-        most = math.inf if again or large else self.gpu.join_below
+        most = math.inf if again or large else self.gpu.batch_below
         round = Round(rounds.key_of(members, most), members, words, number)
         if number and not again:
             rounds.make_room(round)
@@ -335,7 +335,7 @@ class Dispatch:
         self._ledger.came(session, plan, held=0)
         divisible = not isinstance(work, Round) and work.call.by_rows
         self._batcher.add(Item(
-            session.number, plan.key, plan.rows, work.priority, arrived, work, divisible, plan.joinable, plan.calls,
+            session.number, plan.key, plan.rows, work.priority, arrived, work, divisible, plan.batchable, plan.calls,
         ))  # fmt: skip
 
 

@@ -112,8 +112,8 @@ class Ledger:
         if reply.code is not Code.OK:
             self.refused(reply.code)
 
-    def joined(self, batch: Batch) -> None:
-        """Count GPUs' calls that the GPU has joined and answered."""
+    def batched(self, batch: Batch) -> None:
+        """Count GPUs' calls that the GPU has batched and answered."""
         together, now = len(batch.slices), monotonic()
         for item, _, _ in batch.slices:
             peer = item.work.peer

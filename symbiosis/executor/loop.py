@@ -101,7 +101,7 @@ class ExecutorLoop:
         self.register.began()
         try:
             self.gpu.use_stream()
-            self.batcher.rules.join_below = self.gpu.join_below
+            self.batcher.rules.batch_below = self.gpu.batch_below
             self._next_tick = monotonic()
             ready()
             self._run_workers()
@@ -178,7 +178,7 @@ class ExecutorLoop:
     def _leaves_time(self, batch: Batch) -> bool:
         """Whether to leave the loop to another worker while `batch` is computed. Not for a few rows: calls that arrive meanwhile should gather, because
         together they run faster, and on all workers' cores."""
-        gathers = batch.rows <= MOST_ROWS and self.batcher.rules.policy.joins
+        gathers = batch.rows <= MOST_ROWS and self.batcher.rules.policy.batches
         return not gathers and self.batcher.costs.of_turn(batch) > LONG_S
 
     def _compute_meanwhile(self, batch: Batch) -> None:

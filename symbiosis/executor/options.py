@@ -57,13 +57,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         "Hold the served weights of a float checkpoint in 8 or 4 bits: int8 (closest), fp8 or nf4. Default: as the checkpoint has them.")] = None
     policy: Annotated[PolicyName, Doc("immediate, lockstep or opportunistic (default).")] = "opportunistic"
     max_wait_us: Annotated[int | None, Doc(
-        "Longest time, in microseconds, that a call waits for others to join it, if that pays. Default: 10000, on a GPU 2000.")] = None
+        "Longest time, in microseconds, that a call waits for others to be batched with it, if that pays. Default: 10000, on a GPU 2000.")] = None
     max_batch_tokens: Annotated[int, Doc("Maximum rows of one product. Default: 4096.")] = 4096
     batch_invariant: Annotated[bool, Doc(
-        "A client's results never depend on who else is served: they are those of the unsplit model, bit for bit. Calls are not joined "
+        "A client's results never depend on who else is served: they are those of the unsplit model, bit for bit. Calls are not batched "
         "then, and a GPU makes packed weights whole for all of them.")] = False
     workers: Annotated[int, Doc(
-        "How many large products a CPU computes at the same time, each with OMP_NUM_THREADS threads. Joined products of few rows use as "
+        "How many large products a CPU computes at the same time, each with OMP_NUM_THREADS threads. Batched products of few rows use as "
         "many threads. Default: 1.")] = 1
     train_share: Annotated[float, Doc(
         "Share of a GPU's time that large products of training clients get while another client decodes. Default: 0.083; 1: no limit.")] = 0.083

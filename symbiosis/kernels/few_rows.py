@@ -1,6 +1,6 @@
 """Products of few rows on a CPU, where libraries differ by a factor of two: the fastest formula is measured, not guessed.
 
-Each formula rounds in its own way. So they are used for the joined rows of several calls only. A call by itself is computed as
+Each formula rounds in its own way. So they are used for the batched rows of several calls only. A call by itself is computed as
 `nn.Linear` would.
 
 One formula is written in C, in `few_rows.c`. It is compiled for this processor when an executor of a large model starts. Without a C

@@ -19,7 +19,7 @@ UNJOINED_S = 10.0  # a connection that has not joined by then is ended
 
 
 class Tokens(IntEnum):
-    """What tokens a client has made directly: none, more at a time than calls are joined for, or few."""
+    """What tokens a client has made directly: none, more at a time than calls are batched for, or few."""
 
     NONE = 0
     MANY = 1
@@ -27,7 +27,7 @@ class Tokens(IntEnum):
 
 
 class Advice(NamedTuple):
-    """An executor's advice to a client that maps the weights: how many other sessions decode whose few rows could be joined with its
+    """An executor's advice to a client that maps the weights: how many other sessions decode whose few rows could be batched with its
     own, and whether any makes tokens to which training gives way in the executor."""
 
     others: int = 0

@@ -152,13 +152,13 @@ def test_everybody_gets_the_product_of_its_own_rows(count: int, realm: Realm) ->
         thread.join()
     assert not wrong
     assert realm.executor.server.ledger.totals[owners[0]._layer, Op.FORWARD].calls >= count
-    assert max(realm.executor.server.ledger.batch_sizes) > 1, "nothing was joined: nothing could be mixed up"
+    assert max(realm.executor.server.ledger.batch_sizes) > 1, "nothing was batched: nothing could be mixed up"
     for session in sessions:
         session.close()
 
 
 def test_no_reply_holds_memory_that_nobody_wrote(memory_is_filled_with_nan: None, realm: Realm) -> None:
-    """Large calls run in slices, small ones joined: every row of the reply is one that was computed."""
+    """Large calls run in slices, small ones batched: every row of the reply is one that was computed."""
     owners = [Owner(realm.session(), seed) for seed in range(4)]
     threads = [threading.Thread(target=lambda one=owner: [one.call() for _ in range(50)]) for owner in owners[1:]]
     for thread in threads:

@@ -69,4 +69,4 @@ def test_who_is_served_goes_on(how: Any, captured: bool, processes: Processes, t
         torch.cuda.empty_cache()
     assert all(isinstance(of_one, tuple) for of_one in found), found
     for losses, expected in found:
-        assert losses == (expected if how else pytest.approx(expected, rel=1e-3)), "large calls are never joined"
+        assert losses == (expected if how else pytest.approx(expected, rel=1e-3)), "large calls are never batched"

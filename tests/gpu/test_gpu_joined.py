@@ -6,7 +6,7 @@ The bound, for each value of a result `y` of a product `x W (+ b)` over K terms,
 
 The first part is what K' additions in float32 may come to, in any order (u32 = 2^-23, because tensor cores cut off instead of
 rounding; K' = K and what joins partial sums and the bias). The second is the one rounding to the dtype of the result. A call
-alone keeps the same bound, so joined and alone differ by at most twice as much. Sums of partial results are kept in float32 for
+alone keeps the same bound, so batched and alone differ by at most twice as much. Sums of partial results are kept in float32 for
 that (torch lets cuBLAS round them to 16 bits otherwise, in split and in unsplit models alike).
 """
 
@@ -173,7 +173,7 @@ def test_joined_calls_are_right_to_within_one_rounding(dtype: torch.dtype, case:
         call = Call(op, first, DTYPE_NAME[dtype], (count, width), bias=kind == "with bias", also=tuple(others))
         work, memory = call_of(Client(), store, call, number)
         engine.gpu.note_addresses(work)
-        assert work.joins, "rows of whole words can be joined"
+        assert work.can_be_batched, "rows of whole words can be batched"
         works.append(work)
         memories.append(memory)
     for turn in range(TURNS):
@@ -206,7 +206,7 @@ def test_joined_calls_are_right_to_within_one_rounding(dtype: torch.dtype, case:
 def test_few_rows_overtake_many_but_not_for_ever() -> None:
     """While the stream of large calls is held up: each large call is answered behind that, the others until they have to wait."""
     engine, store, client = one_layer()
-    rows = (1, engine.gpu.join_below)
+    rows = (1, engine.gpu.batch_below)
     (small, _), (large, _) = (
         call_of(client, store, Call(Op.FORWARD, 0, "float32", (count, 256)), number)
         for number, count in enumerate(rows)

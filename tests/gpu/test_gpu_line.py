@@ -80,12 +80,12 @@ def serve_forever(
     policy: str = "opportunistic",
     name: str = "llama",
     dtype: torch.dtype = torch.float32,
-    join_below: int | None = None,
+    batch_below: int | None = None,
     **options: Any,
 ) -> None:
-    """Until the parent ends, or a SIGTERM, which lets calls be answered. `join_below`: from so many rows on calls are large."""
-    if join_below is not None:
-        Launcher.join_below = property(lambda self: join_below)  # type: ignore[assignment]
+    """Until the parent ends, or a SIGTERM, which lets calls be answered. `batch_below`: from so many rows on calls are large."""
+    if batch_below is not None:
+        Launcher.batch_below = property(lambda self: batch_below)  # type: ignore[assignment]
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     model = MODELS[name]().to("cuda", dtype)

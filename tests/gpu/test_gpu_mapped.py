@@ -91,9 +91,9 @@ def session_of(model: nn.Module) -> Any:
 
 @contextmanager
 def advised(monkeypatch: pytest.MonkeyPatch, model: nn.Module, advice: Advice) -> Iterator[None]:
-    """As if the executor advised that; small weights are worth joining, too."""
+    """As if the executor advised that; small weights are worth batching, too."""
     with monkeypatch.context() as patched:
-        patched.setattr("symbiosis.client.direct.rule.WORTH_JOINING", 0)
+        patched.setattr("symbiosis.client.direct.rule.WORTH_BATCHING", 0)
         patched.setattr(direct.Mapped, "advice", lambda self: advice)
         page = session_of(model).mapped._page
         patched.setattr(type(page), "others", advice.others)

@@ -242,7 +242,7 @@ def test_rounds_of_several_shapes_at_once(processes: Processes, tmp_path: Path) 
     assert [said.get(timeout=WAIT_S) for said in queues] == [(0, 2)] * 3
 
 
-LARGE = {"join_below": 16}
+LARGE = {"batch_below": 16}
 
 
 @pytest.mark.parametrize("how", [{}, LARGE], ids=["small", "large"])

@@ -130,7 +130,7 @@ def test_none_is_lost_and_none_overtakes_another(events: list[tuple[str, float]]
 class Engine:
     """Instead of one on a GPU: every call is answered when it is launched."""
 
-    join_below, rounds, shares_time = 256, None, True
+    batch_below, rounds, shares_time = 256, None, True
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(Priority, PRODUCT_S)

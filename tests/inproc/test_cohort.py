@@ -41,7 +41,7 @@ class Executor:
         self._numbers += 1
         plan = SimpleNamespace(key=key, rows=rows, nbytes=0)
         work: Any = SimpleNamespace(
-            number=self._numbers, plan=plan, joins=placed, peer=self.peers[session], calls=(None,)
+            number=self._numbers, plan=plan, can_be_batched=placed, peer=self.peers[session], calls=(None,)
         )
         if not self.cohort.takes(work, self.now):
             self.cohort.disband()
@@ -159,9 +159,9 @@ def test_what_was_not_foreseen_goes_through_the_queue(event: str, together: Exec
     if event == "another key":
         numbers.append(together.call(3, "z"))
     elif event == "a large call":
-        numbers.append(together.call(3, "a", rows=together.batcher.rules.join_below))
+        numbers.append(together.call(3, "a", rows=together.batcher.rules.batch_below))
     elif event == "more than a product takes":
-        together.batcher.rules.join_below = MAX_ROWS
+        together.batcher.rules.batch_below = MAX_ROWS
         numbers.append(together.call(3, "a", rows=MAX_ROWS - 1))
         together.step()
         assert [1, 2, 3] not in together.products

@@ -37,7 +37,7 @@ def test_rounds(wanted: bool, shares_time: bool, again: bool, monkeypatch: pytes
     assert not work.large and work.calls == tuple(work.call for work in works) and work.number == 7
     assert work.priority == Priority.TRAIN, "the least urgent of its calls tells what it is"
     assert (work.plan.key, work.plan.calls, work.plan.nbytes) == (KEY, 3, sum(work.plan.nbytes for work in works))
-    assert most == [float("inf") if again else executor.engine.join_below]
+    assert most == [float("inf") if again else executor.engine.batch_below]
     assert len(made_room) == (not again), "who was in the midst of one is not refused for want of room"
 
 

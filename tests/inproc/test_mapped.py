@@ -81,7 +81,7 @@ def session_of(model: nn.Module) -> Session:
 def test_a_model_is_the_unsplit_one_either_way(
     name: str, way: str, share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    monkeypatch.setattr(rule, "WORTH_BATCHING", 0)
     model = MODELS[name]()
     split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint, share=way != "unshared")
     if way == "called":
@@ -240,7 +240,7 @@ def test_experts_run_as_in_the_unsplit_model(
 
 
 def test_experts_that_should_be_called_are(share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    monkeypatch.setattr(rule, "WORTH_BATCHING", 0)
     model = tiny_mixtral()
     split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint)
     with torch.no_grad():
@@ -264,7 +264,7 @@ def test_a_checkpoint_is_the_unsplit_model_row_by_row(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a file tensors begin anywhere, and so they do in memory: products of one row would round otherwise elsewhere."""
-    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    monkeypatch.setattr(rule, "WORTH_BATCHING", 0)
     checkpoint = str(save_tiny_llama(tmp_path))
     unsplit = AutoModelForCausalLM.from_pretrained(checkpoint)
     x = torch.randn(1, 64)
@@ -378,7 +378,7 @@ def test_stacks_times_a_remote_tensor_round_as_in_the_unsplit_model(frozen: bool
 
 def test_threads_share_what_is_mapped(share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what they do is called, over connections of their own where they would wait for each other."""
-    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    monkeypatch.setattr(rule, "WORTH_BATCHING", 0)
     monkeypatch.setattr("symbiosis.client.session.LANE_AFTER_S", 0.0)
     model = tiny_llama()
     split = symbiosis.wrap(copy.deepcopy(model), share(model, policy="immediate").endpoint)
@@ -482,7 +482,7 @@ def test_lookups_norms_and_reads_are_the_same(dtype: torch.dtype, share: Share) 
 def test_advice_that_changes_in_the_midst_of_a_step_changes_no_bit(
     share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    monkeypatch.setattr(rule, "WORTH_BATCHING", 0)
     model = tiny_llama()
     split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint)
     session, asked = session_of(split), []
@@ -616,7 +616,7 @@ def test_there_is_one_copy_of_what_is_served(share: Share) -> None:
 
 
 def test_a_captured_step_knows_which_products_it_computes_itself(share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    monkeypatch.setattr(rule, "WORTH_BATCHING", 0)
     model = tiny_llama()
     own = copy.deepcopy(model.model.layers[0].mlp.up_proj)
     wrapped = symbiosis.wrap(model, share(copy.deepcopy(model)).endpoint, share=True)
@@ -635,7 +635,7 @@ def test_a_captured_step_knows_which_products_it_computes_itself(share: Share, m
 
 
 def test_those_who_decode_are_told_of_each_other_and_counted(share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    monkeypatch.setattr(rule, "WORTH_BATCHING", 0)
     monkeypatch.setattr(advice, "LASTS_S", 3600.0)
     executor = share(tiny_llama(), heartbeat_s=2)
     first, second = (joined(executor.endpoint) for _ in range(2))

@@ -17,7 +17,7 @@ from symbiosis.executor.scheduling import rules
 from symbiosis.executor.scheduling.arrival_model import KEYS_KEPT
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.queue import Batch, Item
-from symbiosis.executor.scheduling.rules import IMMEDIATE, JOIN_BELOW, LOCKSTEP, OPPORTUNISTIC, POLICIES, Policy
+from symbiosis.executor.scheduling.rules import BATCH_BELOW, IMMEDIATE, LOCKSTEP, OPPORTUNISTIC, POLICIES, Policy
 from tests.simulation import (
     BATCH_S,
     EPS,
@@ -58,8 +58,8 @@ def test_what_runs_together_may_run_together(policy: Policy, crowd: list[Client]
         assert {piece.item.key for piece in batch.slices} == {batch.key}
         assert not others or batch.rows <= MAX_ROWS
         assert not first.item.divisible or first.stop - first.start <= MAX_ROWS
-        assert all(piece.item.joinable and not piece.start for piece in others)
-        assert not others or (first.item.joinable and policy.joins)
+        assert all(piece.item.batchable and not piece.start for piece in others)
+        assert not others or (first.item.batchable and policy.batches)
 
 
 @every_policy
@@ -97,13 +97,13 @@ def test_lockstep_runs_only_when_every_active_session_waits(crowd: list[Client])
 
 def test_large_products_are_not_joined() -> None:
     batcher = Batcher(OPPORTUNISTIC, MAX_WAIT, MAX_ROWS)
-    for session, rows_ in ((1, JOIN_BELOW), (2, 1), (3, JOIN_BELOW - 1)):
+    for session, rows_ in ((1, BATCH_BELOW), (2, 1), (3, BATCH_BELOW - 1)):
         batcher.join(session)
         batcher.add(one_call(session, rows=rows_))
     assert answered(batcher, 0.0) == [1]
     assert answered(batcher, 0.0) == [2, 3]
     batcher.add(one_call(2, arrived=1.0))
-    batcher.add(one_call(1, rows=JOIN_BELOW, arrived=1.0))
+    batcher.add(one_call(1, rows=BATCH_BELOW, arrived=1.0))
     assert answered(batcher, 1.0) in ([1], [2])
     assert answered(batcher, 1.0) in ([1], [2])
 
@@ -112,7 +112,7 @@ def test_a_call_that_may_join_waits_for_an_earlier_one_of_its_session_that_may_n
     batcher = Batcher(OPPORTUNISTIC, MAX_WAIT, MAX_ROWS)
     batcher.join(1)
     batcher.join(2)
-    for number, item in enumerate((one_call(1), one_call(2, rows=JOIN_BELOW), one_call(2))):
+    for number, item in enumerate((one_call(1), one_call(2, rows=BATCH_BELOW), one_call(2))):
         item.arrived = number / 1000
         batcher.add(item)
     assert [answered(batcher, 1.0) for _ in range(3)] == [[1], [2], [2]]

@@ -181,7 +181,7 @@ def test_slices_are_short_while_another_tenant_calls() -> None:
 
 
 def test_calls_that_do_not_go_by_rows_are_joined_as_far_as_others_can_wait() -> None:
-    """What is joined is not cut: so a tenant's many grouped products, none of them long, must not become one that is."""
+    """What is batched is not cut: so a tenant's many grouped products, none of them long, must not become one that is."""
     batcher = Batcher(OPPORTUNISTIC, max_rows=4096)
     for session in range(8):
         batcher.join(session, "trainer")

@@ -7,7 +7,7 @@ import pytest
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.callers import ALONE_S
 from symbiosis.executor.scheduling.queue import Item
-from symbiosis.executor.scheduling.rules import IMMEDIATE, JOIN_BELOW, LOCKSTEP, OPPORTUNISTIC, Policy
+from symbiosis.executor.scheduling.rules import BATCH_BELOW, IMMEDIATE, LOCKSTEP, OPPORTUNISTIC, Policy
 from tests.simulation import MAX_ROWS, MAX_WAIT, Client, Simulation, Step, answered, one_call
 
 
@@ -44,7 +44,7 @@ def test_lockstep_waits_for_nobody_who_only_read_something() -> None:
     batcher = Batcher(LOCKSTEP, MAX_WAIT, MAX_ROWS)
     for session in (1, 2):
         batcher.join(session)
-    batcher.add(Item(1, "read", 1, 1, 0.0, None, divisible=False, joinable=False))
+    batcher.add(Item(1, "read", 1, 1, 0.0, None, divisible=False, batchable=False))
     assert answered(batcher, 0.0) == [1]
     batcher.add(one_call(2))
     assert answered(batcher, 0.0) == [2]
@@ -135,7 +135,7 @@ def test_what_was_foreseen_is_decided_anew_when_things_change(event: str) -> Non
         batcher.add(one_call(2, "c", arrived=now))
         assert answered(batcher, now) in ([0, 1], [2])
     elif event == "a large call":
-        batcher.add(Item(2, "b", JOIN_BELOW, 1, now))
+        batcher.add(Item(2, "b", BATCH_BELOW, 1, now))
         assert set(answered(batcher, now)) & {0, 1, 2}
     else:
         batcher.leave(2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from symbiosis.client.direct.mapped import Mapped
-from symbiosis.client.direct.rule import DECODE_ROWS, WORTH_JOINING, should_send
+from symbiosis.client.direct.rule import DECODE_ROWS, WORTH_BATCHING, should_send
 from symbiosis.executor.scheduling.advice import BELIEVED_S, LASTS_S, Advisor
 from symbiosis.transport.local.segment import Slab
 from symbiosis.transport.local.shared_page import NBYTES, SharedPage
@@ -13,15 +13,15 @@ from symbiosis.transport.local.shared_page import NBYTES, SharedPage
 @pytest.mark.parametrize(
     ("rows", "nbytes", "training", "others", "give_way", "called"),
     [
-        (1, WORTH_JOINING, False, 0, False, False),  # nobody to join
-        (1, WORTH_JOINING, False, 1, False, True),
-        (DECODE_ROWS, WORTH_JOINING, False, 1, False, True),
-        (DECODE_ROWS + 1, WORTH_JOINING, False, 7, True, False),  # many rows gain nothing from others
-        (1, WORTH_JOINING - 1, False, 7, True, False),  # a small weight is read sooner than a call is made
-        (512, WORTH_JOINING, True, 7, False, False),
-        (512, WORTH_JOINING, True, 1, True, True),  # training gives way to tokens in the queue
+        (1, WORTH_BATCHING, False, 0, False, False),  # nobody to be batched with
+        (1, WORTH_BATCHING, False, 1, False, True),
+        (DECODE_ROWS, WORTH_BATCHING, False, 1, False, True),
+        (DECODE_ROWS + 1, WORTH_BATCHING, False, 7, True, False),  # many rows gain nothing from others
+        (1, WORTH_BATCHING - 1, False, 7, True, False),  # a small weight is read sooner than a call is made
+        (512, WORTH_BATCHING, True, 7, False, False),
+        (512, WORTH_BATCHING, True, 1, True, True),  # training gives way to tokens in the queue
         (1, 0, True, 0, True, True),
-        (0, WORTH_JOINING, False, 0, True, False),
+        (0, WORTH_BATCHING, False, 0, True, False),
     ],
 )
 def test_a_call_is_made_only_where_it_pays(
@@ -31,7 +31,7 @@ def test_a_call_is_made_only_where_it_pays(
 
 
 def test_who_decodes_is_told_of_others_and_not_of_itself() -> None:
-    advisor = Advisor(joins=True, rations=False)
+    advisor = Advisor(batches=True, rations=False)
     advisor.decoded(1, 0.0, called=False)
     assert advisor.of(1, 0.0) == (0, False)
     assert advisor.of(2, 0.0) == (1, False)
@@ -41,7 +41,7 @@ def test_who_decodes_is_told_of_others_and_not_of_itself() -> None:
 
 
 def test_training_gives_way_only_to_who_decodes_by_calls() -> None:
-    advisor = Advisor(joins=True, rations=False)
+    advisor = Advisor(batches=True, rations=False)
     advisor.decoded(1, 0.0, called=False)
     assert not advisor.of(3, 0.1)[1]
     advisor.decoded(1, 0.2, called=True)
@@ -50,10 +50,10 @@ def test_training_gives_way_only_to_who_decodes_by_calls() -> None:
 
 
 def test_training_on_a_gpu_gives_way_to_all_who_make_tokens() -> None:
-    advisor = Advisor(joins=True, rations=True)
+    advisor = Advisor(batches=True, rations=True)
     assert advisor.decoded(1, 0.0, called=False, few=False), "others should be advised at once"
     assert not advisor.decoded(1, 0.1, called=False, few=False)
-    assert advisor.of(3, 0.1) == (0, True), "and nobody can be joined with many rows"
+    assert advisor.of(3, 0.1) == (0, True), "and nobody can be batched with many rows"
     assert advisor.of(1, 0.1) == (0, False)
     advisor.left(1)
     assert advisor.of(3, 0.1) == (0, False)
@@ -61,7 +61,7 @@ def test_training_on_a_gpu_gives_way_to_all_who_make_tokens() -> None:
 
 
 def test_what_was_long_ago_counts_no_more_and_neither_do_those_who_left() -> None:
-    advisor = Advisor(joins=True, rations=False)
+    advisor = Advisor(batches=True, rations=False)
     for session in (1, 2):
         advisor.decoded(session, 0.0, called=True)
     advisor.left(2)
@@ -70,7 +70,7 @@ def test_what_was_long_ago_counts_no_more_and_neither_do_those_who_left() -> Non
 
 
 def test_who_only_says_that_it_decodes_is_not_believed_for_long() -> None:
-    advisor = Advisor(joins=True, rations=False)
+    advisor = Advisor(batches=True, rations=False)
     told = []
     for step in range(20):  # every half second
         now = step / 2
@@ -84,7 +84,7 @@ def test_who_only_says_that_it_decodes_is_not_believed_for_long() -> None:
 
 
 def test_who_pauses_is_believed_again() -> None:
-    advisor = Advisor(joins=True, rations=False)
+    advisor = Advisor(batches=True, rations=False)
     for now in (0.0, 100.0, 200.0):  # between which it decoded nothing
         advisor.decoded(1, now, called=False)
         advisor.decoded(2, now, called=True)
@@ -93,7 +93,7 @@ def test_who_pauses_is_believed_again() -> None:
 
 
 def test_an_executor_that_joins_nothing_advises_nobody_to_call() -> None:
-    advisor = Advisor(joins=False, rations=False)
+    advisor = Advisor(batches=False, rations=False)
     advisor.decoded(1, 0.0, called=True)
     assert advisor.of(2, 0.0)[0] == 0
 

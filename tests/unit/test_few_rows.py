@@ -1,4 +1,4 @@
-"""Joined rows on a CPU: whatever formula is the fastest computes the product, to within the rounding of one product."""
+"""Batched rows on a CPU: whatever formula is the fastest computes the product, to within the rounding of one product."""
 
 import os
 from functools import partial

@@ -1,4 +1,4 @@
-"""How long products take on a GPU, and from how many rows on joining them gains nothing: found from what is measured at the start."""
+"""How long products take on a GPU, and from how many rows on batching them gains nothing: found from what is measured at the start."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_rows_that_are_worth_joining(knee: int, monkeypatch: pytest.MonkeyPatch)
     """Up to the knee a product takes as long as reading its weight, from there on its time grows with its rows."""
     monkeypatch.setattr(measured, "_seconds", lambda matrix, rows: 1e-5 * max(1.0, rows / knee))
     pace = GpuTiming([MATRIX, torch.zeros(8)], MATRIX.device)
-    assert pace.join_below == knee
+    assert pace.batch_below == knee
     assert pace.seconds(MATRIX, 1) == pytest.approx(1e-5)
     assert pace.seconds(MATRIX, 8 * knee) == pytest.approx(8e-5)
     assert pace.seconds(torch.zeros(3, 8, 4), 1) == pytest.approx(3e-5), "experts are read one by one"
@@ -22,4 +22,4 @@ def test_rows_that_are_worth_joining(knee: int, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_gpu_that_reads_the_weight_longer_than_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "_seconds", lambda matrix, rows: 1e-5)
-    assert GpuTiming([MATRIX], MATRIX.device).join_below == ROWS_TRIED[-1]
+    assert GpuTiming([MATRIX], MATRIX.device).batch_below == ROWS_TRIED[-1]

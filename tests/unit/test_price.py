@@ -252,7 +252,7 @@ def test_a_turn_is_short_while_another_tenant_calls(call: Call, pace: float) -> 
     batcher.done(small, 1e-4, now)
     batcher.add(
         Item(
-            1, plan.key, plan.rows, 0, now, None, call.by_rows, plan.joinable, price=plan.multiplications, grains=plan.grains, kind=plan.kind,
+            1, plan.key, plan.rows, 0, now, None, call.by_rows, plan.batchable, price=plan.multiplications, grains=plan.grains, kind=plan.kind,
             turns=plan.turns,
         )
     )  # fmt: skip
@@ -293,7 +293,7 @@ def test_the_first_turn_is_short_though_nothing_of_its_kind_has_run(call: Call, 
         batcher.join(session, tenant)
     small = Item(2, "small", 1, 0, now, price=1)
     large = Item(
-        1, plan.key, plan.rows, 0, now, None, call.by_rows, plan.joinable, price=plan.multiplications, grains=plan.grains, kind=plan.kind, turns=plan.turns,
+        1, plan.key, plan.rows, 0, now, None, call.by_rows, plan.batchable, price=plan.multiplications, grains=plan.grains, kind=plan.kind, turns=plan.turns,
     )  # fmt: skip
     batcher.add(small)
     batcher.add(large)
@@ -563,7 +563,7 @@ def test_what_a_call_costs(call: Call, multiplications: int, held: int, scratch:
     assert (plan.multiplications, plan.held, plan.scratch, plan.turns) == (multiplications, held, scratch, 1)
 
 
-# rows, whether others may join, bytes sent, and the cells of each grain
+# rows, whether it may be batched, bytes sent, and the cells of each grain
 PLANNED = {
     "a layer": (Call(Op.FORWARD, LINEAR, "float32", (T, K)), T, True, 4 * T * (K + N), ((N // 16,),) * 2),
     "a short one, which is cut if it is joined": (
@@ -582,12 +582,12 @@ PLANNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "rows", "joinable", "moved", "grids"), PLANNED.values(), ids=PLANNED)
+@pytest.mark.parametrize(("call", "rows", "batchable", "moved", "grids"), PLANNED.values(), ids=PLANNED)
 def test_what_may_join_a_call_and_how_it_is_cut(
-    call: Call, rows: int, joinable: bool, moved: int, grids: tuple[tuple[int, ...], ...]
+    call: Call, rows: int, batchable: bool, moved: int, grids: tuple[tuple[int, ...], ...]
 ) -> None:
     plan = make_plan(call, STORE, OPTIONS)
-    assert (plan.rows, plan.joinable, plan.moved, plan.grids) == (rows, joinable, moved, grids)
+    assert (plan.rows, plan.batchable, plan.moved, plan.grids) == (rows, batchable, moved, grids)
     assert [cells for _, cells in plan.grains] == [prod(grid) for grid in grids]
 
 

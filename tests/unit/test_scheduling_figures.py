@@ -11,7 +11,7 @@ from symbiosis.executor.scheduling.costs import READING, UNSEEN_ROW_S, UNSEEN_S,
 from symbiosis.executor.scheduling.cutting import TOGETHER, TURN_S
 from symbiosis.executor.scheduling.queue import Batch, Item, Queues, Slice
 from symbiosis.executor.scheduling.ranking import AGING_S, SLACK_S
-from symbiosis.executor.scheduling.rules import IMMEDIATE, JOIN_BELOW, LOCKSTEP, OPPORTUNISTIC, Policy, Rules
+from symbiosis.executor.scheduling.rules import BATCH_BELOW, IMMEDIATE, LOCKSTEP, OPPORTUNISTIC, Policy, Rules
 from symbiosis.executor.scheduling.tenant_use import ACTIVE_S, TenantUse
 from symbiosis.executor.scheduling.waiting import Awaited, _worth_waiting
 
@@ -91,7 +91,7 @@ def test_a_batch_says_what_of_it_runs() -> None:
 
 def test_a_call_of_which_nothing_else_is_said() -> None:
     call = Item(1, "a", 2, 3, 4.0)
-    assert (call.divisible, call.joinable, call.whole, call.work, call.kind) == (True, True, True, None, None)
+    assert (call.divisible, call.batchable, call.whole, call.work, call.kind) == (True, True, True, None, None)
     assert (call.calls, call.turns, call.start, call.ran, call.price, call.grains) == (1, 1, 0, 0, 0, ((64, 1),))
     assert (call.left, call.finished) == (2, False)
 
@@ -108,7 +108,7 @@ def test_what_waits_and_what_has_begun_is_counted() -> None:
     batcher = joined(IMMEDIATE, None, None)
     assert (len(batcher), batcher.idle, batcher.wake_at(), batcher.next_batch(0.0)) == (0, True, inf, None)
     for session in (1, 2):
-        batcher.add(item(session, key="read", divisible=False, joinable=False, grains=((1, 10),), turns=5))
+        batcher.add(item(session, key="read", divisible=False, batchable=False, grains=((1, 10),), turns=5))
     assert (len(batcher), batcher.idle) == (2, False)
     batch = batcher.next_batch(0.0)
     assert batch is not None and (batch.first, batch.last) == (0, 2) and (len(batcher), batcher.idle) == (1, False)
@@ -140,7 +140,7 @@ def test_a_session_is_alone_only_once_it_was_for_a_while() -> None:
         "nobody knows of others"
     )
     batcher = joined(IMMEDIATE, None, None)
-    batcher.add(item(2, key="read", divisible=False, joinable=False, grains=((1, 10),), turns=5))
+    batcher.add(item(2, key="read", divisible=False, batchable=False, grains=((1, 10),), turns=5))
     run(batcher, 0.0)
     assert not batcher.alone(1, 0.0), "a product has begun"
 
@@ -179,9 +179,9 @@ def test_seconds_are_shared_by_rows() -> None:
 @pytest.mark.parametrize(
     ("call", "whole"),
     [
-        (item(rows=JOIN_BELOW - 1), True),
-        (item(rows=JOIN_BELOW), False),
-        (item(joinable=False), False),
+        (item(rows=BATCH_BELOW - 1), True),
+        (item(rows=BATCH_BELOW), False),
+        (item(batchable=False), False),
         (item(kind="slow"), False),
         (item(kind="quick"), True),
     ],
@@ -191,7 +191,7 @@ def test_small_calls_of_quick_kinds_are_joined_as_they_are(call: Item, whole: bo
     batcher.costs.measured({"slow": 6e-10, "quick": 5e-10}, 64)
     batcher.add(call)
     assert call.whole is whole and batcher.costs.rounds == {}
-    assert batcher.callers.live.keys() == ({1} if call.joinable else set())
+    assert batcher.callers.live.keys() == ({1} if call.batchable else set())
 
 
 def test_what_is_not_known_yet_takes_no_time() -> None:
@@ -465,7 +465,7 @@ def test_calls_run_beside_the_end_of_a_long_one() -> None:
     assert run(batcher, 1.0) == [(1, 17, 25), (2, 0, 12)]
 
 
-@pytest.mark.parametrize(("rows", "pieces"), [(JOIN_BELOW - 1, 2), (JOIN_BELOW, 1)])
+@pytest.mark.parametrize(("rows", "pieces"), [(BATCH_BELOW - 1, 2), (BATCH_BELOW, 1)])
 def test_large_calls_run_by_themselves(rows: int, pieces: int) -> None:
     batcher = joined(OPPORTUNISTIC, None, None)
     batcher.add(item(1, rows))

@@ -1,7 +1,7 @@
-"""Whether to send a product or compute it locally. Sending pays only if the call is joined with others, or gives way to them."""
+"""Whether to send a product or compute it locally. Sending pays only if the call is batched with others, or gives way to them."""
 
 DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
-WORTH_JOINING = 12 << 20  # bytes of a weight: to read such once for several clients saves more than their calls cost
+WORTH_BATCHING = 12 << 20  # bytes of a weight: to read such once for several clients saves more than their calls cost
 
 
 def should_send(rows: int, nbytes: float, training: bool, others: int, give_way: bool) -> bool:
@@ -9,7 +9,7 @@ def should_send(rows: int, nbytes: float, training: bool, others: int, give_way:
 
     Args:
         nbytes: Size of this model's weights, on average: clients meet only if they take the same way layer after layer.
-        others: How many other sessions decode whose few rows could be joined with these.
+        others: How many other sessions decode whose few rows could be batched with these.
         give_way: Whether any makes tokens to which training gives way in the executor.
 
     >>> should_send(1, 64 << 20, training=False, others=0, give_way=False)
@@ -21,4 +21,4 @@ def should_send(rows: int, nbytes: float, training: bool, others: int, give_way:
     """
     if training:
         return give_way
-    return others > 0 and rows <= DECODE_ROWS and nbytes >= WORTH_JOINING
+    return others > 0 and rows <= DECODE_ROWS and nbytes >= WORTH_BATCHING

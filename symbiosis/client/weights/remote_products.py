@@ -32,7 +32,7 @@ def _call(op: Op, weight: RemoteView, x: Tensor, view: View | None, ends: Tensor
 
 
 def _op_by(weight: RemoteView) -> Op:
-    """Return the op that computes `x @ V`: FORWARD or DGRAD, which other clients' calls can join, if V is the whole weight or its
+    """Return the op that computes `x @ V`: FORWARD or DGRAD, with which other clients' calls can be batched, if V is the whole weight or its
     transpose, else PRODUCT."""
     kind, base = weight.handle.layer.kind, weight.handle.layer.shape
     if kind == "tensor" or weight.dim() != 2:

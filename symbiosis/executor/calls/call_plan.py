@@ -5,7 +5,7 @@ from math import prod
 
 import msgspec
 
-from symbiosis.executor.calls.cell_ops import JOINED
+from symbiosis.executor.calls.cell_ops import BATCHED
 from symbiosis.executor.calls.cells import GRAINS, Grid, grains_for
 from symbiosis.executor.calls.price import grid_of, price_of
 from symbiosis.executor.calls.validation import check_call, must_be_finite
@@ -15,7 +15,7 @@ from symbiosis.executor.scheduling.queue import Grains
 from symbiosis.protocol import ITEMSIZE, Call, Op, View, width
 from symbiosis.transport.tensors import Shapes
 
-WORTH_CUTTING = 1 << 17  # multiplications; a shorter call that is not joined keeps nobody waiting, whatever its dtype
+WORTH_CUTTING = 1 << 17  # multiplications; a shorter call that is not batched keeps nobody waiting, whatever its dtype
 WHOLE: tuple[Grid, ...] = ((1,),)  # the grids of what is not cut
 
 
@@ -39,7 +39,7 @@ class CallPlan(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     held: int  # bytes of the payload and the reply
     parts: Shapes  # what lies in memory for each member of a group
-    joinable: bool
+    batchable: bool
     calls: int = 1  # more than one for a round
     multiplications: int = 0
     moved: int = 0  # bytes of the payload and the reply, as they are sent
@@ -68,7 +68,7 @@ def make_plan(call: Call, store: Store, options: Options) -> CallPlan:
         shape=shape,
         held=price.held,
         parts=tuple((call.shape[0], width(store.manifest[layer])) for layer in call.layers) if call.also else (),
-        joinable=call.by_rows or (call.op in JOINED and not store.on_gpu),
+        batchable=call.by_rows or (call.op in BATCHED and not store.on_gpu),
         multiplications=price.multiplications,
         moved=call.nbytes + prod(shape) * ITEMSIZE[call.dtype],
         scratch=price.scratch,

@@ -39,7 +39,7 @@ class CellOps:
         """Compute several calls that differ in their payloads only."""
         rows = [len(payload[0]) for payload in payloads]
         x_TK = torch.cat([self._here(payload[0]) for payload in payloads])
-        y_TN = JOINED[call.op](self, call, x_TK, payloads)
+        y_TN = BATCHED[call.op](self, call, x_TK, payloads)
         for out, part_TN in zip(outs, y_TN.split(rows), strict=True):
             out.copy_(part_TN)
 
@@ -112,7 +112,7 @@ class CellOps:
         return box, payload[0].reshape(-1)[box]
 
 
-JOINED: dict[
+BATCHED: dict[
     Op, Callable[[CellOps, Call, Tensor, Sequence[Payload]], Tensor]
 ] = {  # ops of which several calls run together on a CPU
     Op.LOOKUP: CellOps._lookups,

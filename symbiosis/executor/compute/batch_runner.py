@@ -22,30 +22,30 @@ Attempt = Callable[..., Any]  # `Reactor.attempt`, or what stands for it
 
 
 class BatchRunner:
-    """Answers batches. Device calls that can be copied by the GPU are joined there, a single device call or round is launched, and for
+    """Answers batches. Device calls that can be copied by the GPU are batched there, a single device call or round is launched, and for
     anything else a thread computes the product and replies."""
 
     def __init__(
         self,
         store: Store,
         on_done: Callable[[Work, Reply], None],
-        on_joined: Callable[[Batch], None],
+        on_batched: Callable[[Batch], None],
         workers: int = 1,
         on_over: Callable[[Hashable, float], None] = lambda *_: None,
         most_rows: int = 0,
         attempt: Attempt = lambda peer, act, *words: act(*words),
         batch_invariant: bool = False,
     ) -> None:
-        """`on_done` is called with every reply, `on_joined` with a batch that the GPU has answered at once, `on_over` with the seconds
+        """`on_done` is called with every reply, `on_batched` with a batch that the GPU has answered at once, `on_over` with the seconds
         of a round. `most_rows` bounds a batch. `attempt` does something for a peer, and ends that peer if it fails. With `batch_invariant` products
         are those of the unsplit model, bit for bit."""
-        self.attempt, self._on_done, self._on_joined = attempt, on_done, on_joined
+        self.attempt, self._on_done, self._on_batched = attempt, on_done, on_batched
         products = products_of(store)
         ops = CellOps(store, products.here)
         self.device = products.device
         self.gpu = Launcher(products, ops, on_over, most_rows, batch_invariant)
         self.slices = Slices(products, ops, self.gpu.wait, workers)
-        self._not_joined = 0  # products that could not be joined
+        self._not_batched = 0  # products that could not be batched
 
     def step(self, batch: Batch) -> float:
         """Compute a batch and reply. Return the seconds that takes."""
@@ -54,13 +54,13 @@ class BatchRunner:
             return self._launch_each(batch)
         if others and len(others) < self.gpu.most and all(map(_is_copied_by_the_gpu, batch.slices)):
             try:
-                seconds = self.gpu.join([piece.item.work for piece in batch.slices])
+                seconds = self.gpu.launch_batch([piece.item.work for piece in batch.slices])
             except Exception as error:  # compute them below instead, which tells whose call is to blame
-                self._not_joined += 1
-                if worth_logging(self._not_joined):
-                    log(logging.WARNING, "calls were not joined", error=type(error).__name__, times=self._not_joined)
+                self._not_batched += 1
+                if worth_logging(self._not_batched):
+                    log(logging.WARNING, "calls were not batched", error=type(error).__name__, times=self._not_batched)
             else:
-                self._on_joined(batch)
+                self._on_batched(batch)
                 batch.ran()
                 return seconds
         if isinstance(item.work, Round):
@@ -81,7 +81,7 @@ class BatchRunner:
         self._on_done(work, self.gpu.launch(work))
 
     def compute(self, batch: Batch) -> float:
-        """Compute a batch without replying, in any thread. Return the seconds. If joined calls fail, each is tried alone, so that only
+        """Compute a batch without replying, in any thread. Return the seconds. If batched calls fail, each is tried alone, so that only
         the call that caused it fails."""
         begun = perf_counter()
         if self.gpu.stream:
@@ -142,4 +142,4 @@ def _is_copied_by_the_gpu(piece: Slice) -> bool:
     """Whether the slice is a whole call that the GPU can copy."""
     item, start, stop = piece
     work: Work = item.work
-    return start == 0 and stop == item.rows and not isinstance(work, HostCall) and work.joins
+    return start == 0 and stop == item.rows and not isinstance(work, HostCall) and work.can_be_batched

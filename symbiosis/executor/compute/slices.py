@@ -30,17 +30,17 @@ class Slices:
         """`wait` waits until the device has done what was enqueued. `workers` threads may compute at the same time."""
         self._products, self._ops, self._wait = products, ops, wait
         self._store, self._device, self._here = products.store, products.device, products.here
-        self._product_of_joined: Callable[..., Tensor] = product
+        self._product_of_batched: Callable[..., Tensor] = product
         self._on_gpu = self._device.type == "cuda"
         if not self._on_gpu:
-            self._product_of_joined = FewRows(self._store.linear_weights(), threads=workers)
+            self._product_of_batched = FewRows(self._store.linear_weights(), threads=workers)
 
     def compute(self, slices: list[Slice]) -> None:
         """Compute all rows of the slices by one product."""
         first: SingleCall = slices[0].item.work
         try:
             if len(slices) > 1:
-                self._joined(first.call, slices)
+                self._batched(first.call, slices)
             elif first.call.by_rows:
                 self._rows_alone(first, slices[0])
             else:
@@ -59,7 +59,7 @@ class Slices:
         grain = grains_for(work.call.dtype)[batch.grain]
         if work.call.by_rows:
             self._prepare(batch)
-            forward = self._product_of_joined if len(batch.slices) > 1 else product
+            forward = self._product_of_batched if len(batch.slices) > 1 else product
             outs = _outputs_of(batch.slices)
             for (side,) in boxes(work.plan.grids[batch.grain], batch.first, batch.last):
                 for number, columns, y_TN in self._products.panels(
@@ -93,7 +93,7 @@ class Slices:
         batch.inputs = self._products.prepared(batch.slices[0].item.work.call, self._gathered(batch.slices))
         batch.prepared_s = perf_counter() - begun
 
-    def _joined(self, call: Call, slices: list[Slice]) -> None:
+    def _batched(self, call: Call, slices: list[Slice]) -> None:
         """Compute slices of several calls. Rows of one that are not finite do the others no harm."""
         for piece in slices:
             self._check(piece.item.work, slice(piece.start, piece.stop) if call.by_rows else slice(None))
@@ -118,7 +118,7 @@ class Slices:
 
     def _rows_together(self, call: Call, slices: list[Slice]) -> None:
         """Gather the rows of all slices, make one product (or one for each layer of a group), and scatter the results."""
-        y = self._products.multiply(call, self._gathered(slices), forward=self._product_of_joined)
+        y = self._products.multiply(call, self._gathered(slices), forward=self._product_of_batched)
         for y_TN, outs in zip(y, _outputs_of(slices), strict=True):
             _scatter(y_TN, outs)
 

@@ -38,12 +38,12 @@ class ForeseenBatch:
     def takes(self, work: "DeviceWork", now: float) -> bool:
         """Whether a call that has just come was foreseen. Then it waits here."""
         awaited = self._batcher.awaited
-        if awaited is None or work.plan.key != awaited.key or not work.joins:
+        if awaited is None or work.plan.key != awaited.key or not work.can_be_batched:
             return False
         number = work.peer.session.number
         if number in self._rung or number not in self._batcher.callers.live:
             return False
-        if work.plan.rows >= self._batcher.rules.join_below or (not self._rung and now < awaited.since):
+        if work.plan.rows >= self._batcher.rules.batch_below or (not self._rung and now < awaited.since):
             return False
         self._rung[number] = work, now
         self._rows += work.plan.rows

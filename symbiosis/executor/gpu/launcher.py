@@ -21,7 +21,7 @@ from symbiosis.executor.gpu.timing import GpuTiming
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.scheduling.ranking import AGING_S
-from symbiosis.executor.scheduling.rules import JOIN_BELOW
+from symbiosis.executor.scheduling.rules import BATCH_BELOW
 from symbiosis.kernels.gpu.graphs import GraphPool
 from symbiosis.protocol import Call, Op, Reply
 from symbiosis.transport.base import Peer, refuse
@@ -41,7 +41,7 @@ _LAUNCHED = Reply(0)
 class Launcher:
     """Launches on one GPU. Without a GPU it launches single calls only.
 
-    Large calls gain nothing from joining others. They run on a stream of their own, so that products of few rows overtake them.
+    Large calls gain nothing from a batch. They run on a stream of their own, so that products of few rows overtake them.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Launcher:
             torch.cuda.current_blas_handle()  # for which torch takes memory now
         self._gatherer = _made(
             partial(_gatherer, self._products, self._pool),
-            "Triton does not work here: calls of several clients are joined copy by copy, which is slower",
+            "Triton does not work here: calls of several clients are batched copy by copy, which is slower",
         )
         if self._gatherer is not None:
             from symbiosis.executor.gpu.rounds import Rounds
@@ -106,9 +106,9 @@ class Launcher:
         log(logging.INFO, "the GPU is ready", seconds=round(perf_counter() - begun, 1))
 
     @property
-    def join_below(self) -> int:
-        """The number of rows from which on a call gains nothing from joining others."""
-        return self._pace.join_below if self._pace else JOIN_BELOW
+    def batch_below(self) -> int:
+        """The number of rows from which on a call gains nothing from a batch."""
+        return self._pace.batch_below if self._pace else BATCH_BELOW
 
     @property
     def works(self) -> bool:
@@ -148,17 +148,17 @@ class Launcher:
 
     @property
     def most(self) -> int:
-        """How many calls `join` takes at most; 0 if it takes none."""
+        """How many calls `launch_batch` takes at most; 0 if it takes none."""
         return 0 if self._gatherer is None else self._gatherer.most
 
     def note_addresses(self, call: DeviceCall, at: Callable[[Tensor], int] | None = Tensor.data_ptr) -> None:
-        """Note the addresses of a call's rows and results, if others can join the call. `at` returns that of a tensor; None if they are
+        """Note the addresses of a call's rows and results, if others can be batched with it. `at` returns that of a tensor; None if they are
         out of reach."""
         if self._gatherer is not None and call.call.by_rows and call.plan.rows and at is not None:
             addresses = RowAddresses(call.inputs, call.outputs, call.peer.answer(call.number), at)
             call.addresses = addresses if addresses.aligned else None
 
-    def join(self, works: Sequence[DeviceWork]) -> float:
+    def launch_batch(self, works: Sequence[DeviceWork]) -> float:
         """Compute and answer calls of one key together, or rounds of one key. Return the seconds it takes."""
         begun = perf_counter()
         self.let_pass()

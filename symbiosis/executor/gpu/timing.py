@@ -1,4 +1,4 @@
-"""Measures at the start how long products take on a GPU, and from how many rows on joining them gains nothing.
+"""Measures at the start how long products take on a GPU, and from how many rows on batching them gains nothing.
 
 Later nobody waits for a product, so its time has to be estimated.
 """
@@ -30,7 +30,7 @@ class GpuTiming:
         self._per_byte = seconds[ROWS_TRIED[0]] / matrix.nbytes
         self._per_row = seconds[ROWS_TRIED[-1]] / ROWS_TRIED[-1] / matrix.nbytes
         pairs = zip(ROWS_TRIED, ROWS_TRIED[1:], strict=False)
-        self.join_below = next(
+        self.batch_below = next(
             (rows for rows, double in pairs if seconds[double] > NEARLY * 2 * seconds[rows]), ROWS_TRIED[-1]
         )
 

@@ -26,7 +26,7 @@ class Usage(msgspec.Struct):
     rows: int = 0
     multiplications: float = 0.0  # as a float: those of a day are more than 64 bits hold
     bytes: int = 0  # payloads and replies
-    seconds: float = 0.0  # computing; joined products count in proportion
+    seconds: float = 0.0  # computing; batched products count in proportion
     direct_rows: int = 0  # rows that its programs multiplied directly, as they report
     direct_multiplications: float = 0.0
 

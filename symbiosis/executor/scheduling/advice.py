@@ -1,4 +1,4 @@
-"""Advises clients that map the weights: whether others decode, with whom their few rows could be joined, or to whom training gives way."""
+"""Advises clients that map the weights: whether others decode, with whom their few rows could be batched, or to whom training gives way."""
 
 from math import inf
 
@@ -9,7 +9,7 @@ BELIEVED_S = 3.0  # a session that says it decodes, is told to call and does not
 class Advisor:
     """Knows which sessions make tokens, by calls or directly.
 
-    >>> advisor = Advisor(joins=True, rations=False)
+    >>> advisor = Advisor(batches=True, rations=False)
     >>> advisor.decoded(1, now=0.0, called=False)
     True
     >>> advisor.decoded(2, now=0.5, called=True)
@@ -18,13 +18,13 @@ class Advisor:
     ((1, True), (1, False), (1, True))
     """
 
-    def __init__(self, joins: bool, rations: bool) -> None:
+    def __init__(self, batches: bool, rations: bool) -> None:
         """
         Args:
-            joins: Whether the executor joins calls at all.
+            batches: Whether the executor batches calls at all.
             rations: Whether it holds training back for those, too, who make tokens without calling it.
         """
-        self._joins, self._rations = joins, rations
+        self._batches, self._rations = batches, rations
         self._last = -inf  # when anybody made tokens
         self._made: dict[int, float] = {}
         self._decoded: dict[int, float] = {}
@@ -33,7 +33,7 @@ class Advisor:
         self._unbelieved: set[int] = set()  # sessions whose reports do not count until they call
 
     def decoded(self, session: int, now: float, called: bool, few: bool = True) -> bool:
-        """Note that a session has multiplied rows of tokens, or has had them multiplied by a call. `few`: that could be joined. Return whether
+        """Note that a session has multiplied rows of tokens, or has had them multiplied by a call. `few`: that could be batched. Return whether
         nobody had lately, so that others should be advised anew."""
         first = now - self._last >= LASTS_S
         self._last = self._made[session] = now
@@ -51,10 +51,10 @@ class Advisor:
         self._unbelieved.discard(session)
 
     def of(self, session: int, now: float) -> tuple[int, bool]:
-        """Return how many other sessions decode whose rows could be joined with this one's, and whether any other has made
+        """Return how many other sessions decode whose rows could be batched with this one's, and whether any other has made
         tokens lately to which large products of training give way in the executor."""
         believed = {one: then for one, then in self._decoded.items() if one not in self._unbelieved}
-        others = _recent(believed, session, now) if self._joins else 0
+        others = _recent(believed, session, now) if self._batches else 0
         self._ask(session, others > 0, now)
         return others, _recent(self._made if self._rations else self._called, session, now) > 0
 

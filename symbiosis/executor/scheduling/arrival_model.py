@@ -48,7 +48,7 @@ class ArrivalModel:
     habits: Habits  # consulted where the session has not shown its own
     rules: Rules
     rounds: Container[Hashable]  # keys that may follow themselves
-    watches: bool = False  # it makes no calls that others could join, or would have to wait for
+    watches: bool = False  # it makes no calls that others could be batched with, or would have to wait for
     used: float = 0.0
     served: float = -inf
     pending: list[Item] = field(default_factory=list)

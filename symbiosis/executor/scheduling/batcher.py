@@ -61,7 +61,7 @@ class Batcher:
         """Whether a call of this session can meet no other, because nobody else has called lately. Such a call need not be added."""
         if session != self._caller:
             self._caller, self._since = session, now
-        if not self.idle or (self.rules.policy.joins and now - self._since < self._alone_s):
+        if not self.idle or (self.rules.policy.batches and now - self._since < self._alone_s):
             return False
         self.unseen(session)
         return True
@@ -77,7 +77,7 @@ class Batcher:
             self.waiting.awaited = None
 
     def join(self, session: int, tenant: str | None = None, watches: bool = False) -> None:
-        """Add a session. One that `watches` makes no calls that others could join or would have to wait for."""
+        """Add a session. One that `watches` makes no calls that others could be batched with or would have to wait for."""
         self.callers.join(session, tenant, watches)
 
     def leave(self, session: int) -> list[Item]:
@@ -95,11 +95,11 @@ class Batcher:
         self.callers.calls(rhythm, item.arrived, self.costs.of_call(item))
         if item.calls > 1:
             note(self.costs.rounds, item.key, item.calls)
-        if not rhythm.pending and item.joinable:
+        if not rhythm.pending and item.batchable:
             rhythm.learn(item.key, item.arrived, self.costs.product.get(item.key, 0.0))
             self.callers.live[item.session] = rhythm
         rhythm.pending.append(item)
-        item.whole = item.joinable and item.rows < self.rules.join_below and item.kind not in self.costs.slow
+        item.whole = item.batchable and item.rows < self.rules.batch_below and item.kind not in self.costs.slow
         self._queues.put(item)
 
     def next_batch(self, now: float) -> Batch | None:
@@ -145,7 +145,7 @@ class Batcher:
             rhythm.uses(each * (stop - start))
             if ends and item.finished:
                 rhythm.pending.remove(item)
-                if item.joinable:  # other calls are rare: they have no rhythm and keep no session active
+                if item.batchable:  # other calls are rare: they have no rhythm and keep no session active
                     coming = rhythm.pending[0].key if rhythm.pending else item.key
                     rhythm.answered(item.key, coming, now, self.costs.product.get(coming, 0.0))
         if self.idle:

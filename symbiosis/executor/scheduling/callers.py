@@ -13,7 +13,7 @@ CREDIT_S = 0.1  # use that a tenant can save up while it does not call
 
 
 class Callers:
-    """The joined sessions. `live` are those that make calls which others can join."""
+    """The joined sessions. `live` are those that make calls with which others can be batched."""
 
     def __init__(self, rules: Rules, rounds: Container[Hashable]) -> None:
         """`rounds` are the keys that may follow themselves."""

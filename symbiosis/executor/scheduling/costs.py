@@ -33,7 +33,7 @@ class Costs:
         self._of_kind: dict[Hashable, float] = {}
         self._prepared: dict[Hashable, float] = {}  # a row, before any cell of it is computed
         self._usual = USUAL_S  # a multiplication, of whatever key
-        self.slow: set[Hashable] = set()  # kinds of which joining calls gains nothing
+        self.slow: set[Hashable] = set()  # kinds of which batching calls gains nothing
         self.rounds: dict[Hashable, int] = {}  # how many calls an item of the key stands for, if several
 
     def measured(self, kinds: Mapping[Hashable, float], rows: int) -> None:

@@ -35,7 +35,7 @@ class Cutting:
         self._ranking = ranking
 
     def take(self, head: Item, now: float) -> Batch:
-        """Return a batch of `head` and the calls of its queue that may join it. Its first turn is the whole batch if others can wait
+        """Return a batch of `head` and the calls of its queue that may run with it. Its first turn is the whole batch if others can wait
         for that."""
         queue = self._queues[head.key]
         if len(queue) == 1 and head.turns == 1 and head.rows <= self._rules.max_rows:  # as most calls are
@@ -59,8 +59,8 @@ class Cutting:
             pieces, first = self._some(head, queue, most, most_rows), self._callers[head]
         self._callers.served([self._callers.sessions[item.session] for item, _, _ in pieces], now, first)
         batch = Batch(head.key, self._in_order(pieces) if len(pieces) > 1 else pieces, now)
-        joined_long = len(pieces) > 1 and head.divisible and self._costs.at_most(head, batch.rows) > TURN_S
-        if head.grains[0][1] > 1 and (joined_long or len(pieces) == 1):
+        batched_long = len(pieces) > 1 and head.divisible and self._costs.at_most(head, batch.rows) > TURN_S
+        if head.grains[0][1] > 1 and (batched_long or len(pieces) == 1):
             self._set_grain(batch, now)
             self._set_turn(batch, now)
         return batch
@@ -88,7 +88,7 @@ class Cutting:
     def _beside(self, head: Item, queue: Queue, most: int, most_rows: int) -> list[Slice]:
         stop = self._stop(head, most_rows) if head.divisible else head.rows
         pieces, rows = [Slice(head, head.start, stop)], stop - head.start
-        if len(queue) == 1 or not self._rules.policy.joins or not head.joinable or rows >= self._rules.join_below:
+        if len(queue) == 1 or not self._rules.policy.batches or not head.batchable or rows >= self._rules.batch_below:
             return pieces
         passed: set[int] = set()  # no call of a session overtakes an earlier one
         taken = Counter([self._callers[head].tenant])

@@ -21,7 +21,7 @@ class Item:
     arrived: float
     work: Any = None
     divisible: bool = True  # may run as several slices of rows
-    joinable: bool = True  # may run with other calls of its key
+    batchable: bool = True  # may run with other calls of its key
     calls: int = 1  # how many calls it stands for; it may wait for each of them
     start: int = 0  # rows taken by earlier slices
     ran: int = 0  # rows with a result
@@ -29,7 +29,7 @@ class Item:
     grains: Grains = ((64, 1),)
     kind: Hashable = None  # calls of one kind cost about the same for each multiplication
     turns: int = 1  # least number of turns that its product takes
-    whole: bool = True  # neither cut yet nor too large to be joined as it is; the queue counts those that are not
+    whole: bool = True  # neither cut yet nor too large to be batched as it is; the queue counts those that are not
 
     @property
     def left(self) -> int:
@@ -41,7 +41,7 @@ class Item:
 
 
 class Queue(deque[Item]):
-    """The calls of one key, how many of their rows are left, and how many calls cannot be joined as a whole."""
+    """The calls of one key, how many of their rows are left, and how many calls cannot be batched as a whole."""
 
     rows = apart = 0
 

@@ -46,7 +46,7 @@ class Ranking:
 
     def runs_whole(self, queue: Queue) -> bool:
         """Whether the whole queue can run as one product."""
-        return self._rules.policy.joins and not queue.apart and queue.rows <= self._rules.max_rows
+        return self._rules.policy.batches and not queue.apart and queue.rows <= self._rules.max_rows
 
     def _best_of_each(self, items: Iterable[Item], behind: Behind, now: float) -> list[Item]:
         """Return, for each tenant, the one of its calls that ranks first."""

@@ -95,7 +95,7 @@ class Waiting:
             return False
         key, calls, until, since = awaited
         queue = self._queues.get(key)
-        if queue is None or queue.apart or queue.rows >= self._rules.join_below or len(queue) >= calls:
+        if queue is None or queue.apart or queue.rows >= self._rules.batch_below or len(queue) >= calls:
             return False
         if queue[0].arrived < since:
             return False
@@ -114,7 +114,7 @@ class Waiting:
         """Whether none of the calls `coming` to the queue is worth waiting for."""
         head = queue[0]
         deadline = head.arrived + self.budget(head.key)
-        if not coming or now >= deadline or not head.joinable or queue.rows >= self._rules.join_below:
+        if not coming or now >= deadline or not head.batchable or queue.rows >= self._rules.batch_below:
             return True
         calls, wake = _worth_waiting(sorted(coming), self._saved(head.key), now, deadline)
         if not calls:
@@ -131,7 +131,7 @@ class Waiting:
 
     def _without_leaders(self, queues: list[Queue], behind: Behind, now: float) -> list[Queue]:
         """Hold back queues of sessions ahead in the ring while the session that is furthest behind thinks, if that takes less than a
-        product. Calls too large to be joined are not held back."""
+        product. Calls too large to be batched are not held back."""
         last = max(behind, key=lambda key: behind[key], default=None)
         if last is None or last in self._queues:
             return queues
@@ -143,7 +143,7 @@ class Waiting:
         for queue in queues:
             head = queue[0]
             deadline = head.arrived + self.budget(head.key)
-            meets = head.key in behind and head.joinable and head.left < self._rules.join_below
+            meets = head.key in behind and head.batchable and head.left < self._rules.batch_below
             if meets and now < deadline and expected - now < self._saved(head.key):
                 self.wake = min(self.wake, latest, deadline)
             else:
