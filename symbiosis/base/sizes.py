@@ -1,5 +1,6 @@
 """Products of numbers that somebody else has told, as those of a tensor's shape: however many there are and however large, they take no time."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 MOST_DIMS = 64  # of a tensor
@@ -26,7 +27,9 @@ def cells(shape: Sequence[int], most: int = MOST_CELLS) -> int | None:
     >>> cells([2, 3]), cells([]), cells([2, 0]), cells([0, 1 << 62]), cells([-1]), cells([True]), cells([1] * 1000)
     (6, 1, 0, None, None, None, None)
     """
-    if len(shape) > MOST_DIMS or not all(type(side) is int and side >= 0 for side in shape):
+    if len(shape) > MOST_DIMS or not all(type(side) is int and 0 <= side <= most for side in shape):
         return None
-    found = product((side for side in shape if side), most)
-    return 0 if found and 0 in shape else found
+    found = math.prod(side for side in shape if side)  # so few numbers, none of which is large
+    if found > most:
+        return None
+    return 0 if 0 in shape else found

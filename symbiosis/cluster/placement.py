@@ -128,15 +128,15 @@ def place(servers: Iterable[PlacedServer], wish: RoutingRequest) -> PlacedServer
     ready = [each for each in servers if each.model == wish.model and each.state is State.READY]
     others = [each for each in ready if each.number not in wish.failed_at] or ready
     fitting = sorted((each for each in others if each.fits(wish.sequences, wish.pages)), key=RANK, reverse=True)
-    return _preferred(fitting, wish)
+    return _preferred(fitting, wish.adapter) if wish.adapter else next(iter(fitting), None)
 
 
-def _preferred(fitting: Iterable[PlacedServer], wish: RoutingRequest) -> PlacedServer | None:
-    """Return the one to take of servers on which a request fits, the busiest first."""
+def _preferred(fitting: Iterable[PlacedServer], adapter: str) -> PlacedServer | None:
+    """Return the one to take of servers on which a request with an adapter fits, the busiest first."""
     busiest = None
     for server in islice(fitting, NEAR):
         busiest = busiest or server
-        if not wish.adapter or (wish.adapter in server.adapters and not server.is_light):
+        if adapter in server.adapters and not server.is_light:
             return server
     return busiest
 
@@ -189,7 +189,8 @@ class Fleet:
         """Return the server for a request; None if it has to wait."""
         if wish.server is not None:
             return self._servers.get(wish.server)
-        return _preferred(self._with_room(wish), wish)
+        fitting = self._with_room(wish)
+        return _preferred(fitting, wish.adapter) if wish.adapter else next(fitting, None)
 
     def crowd(self, wish: RoutingRequest, is_overdue: bool = False) -> PlacedServer | None:
         """Return the server that is to take a request although it does not fit: the least busy one where something of it can begin."""
