@@ -1,6 +1,7 @@
 """Text that came from somebody else, made fit to be shown: on a terminal, in a log, in an exception."""
 
 LONGEST = 1024  # characters that are shown of any text
+FEW_LETTERS = 200  # ... and of a name
 
 
 def shown(text: str, longest: int = LONGEST) -> str:

@@ -13,7 +13,7 @@ import msgspec
 from starlette.responses import Response
 
 from symbiosis.server.request_record import this_request
-from symbiosis.text import LONGEST
+from symbiosis.text import FEW_LETTERS, LONGEST
 
 logger = logging.getLogger("symbiosis")
 
@@ -29,7 +29,6 @@ KINDS = {
 
 
 LASTING = (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.INSUFFICIENT_STORAGE)
-FEW_LETTERS = 200  # of a field's name
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

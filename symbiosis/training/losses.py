@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import ConfigError
-from symbiosis.text import shown
+from symbiosis.text import FEW_LETTERS, shown
 from symbiosis.training.datum import Datum
 
-FEW_LETTERS = 80  # of a name, in an error
 Custom = Callable[[list[Tensor], list[Datum]], Tensor]
 LOSSES: dict[str, dict[str, float]] = {  # and what may be chosen of each
     "cross_entropy": {},

@@ -16,7 +16,7 @@ from torch import Tensor
 from symbiosis.base.sizes import cells
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.adapter import LARGE_CONFIG, LARGE_HEADER, MOST_CONFIG_PARTS, MOST_HEADER_BYTES, parts
-from symbiosis.text import shown
+from symbiosis.text import FEW_LETTERS, shown
 
 PREFIX = "base_model.model."  # of the names of an adapter's tensors
 METADATA = "adapter_config"  # of a file that is sent: the configuration, as JSON
@@ -25,7 +25,6 @@ MOST_CONFIG_BYTES, MOST_TENSOR_BYTES = 1 << 20, 1 << 30
 MOST_TENSORS = 1 << 16  # of a file, where nothing is known of the base
 MOST_CELLS = 1 << 40  # of a tensor
 PARTS_OF_A_TENSOR, FEW_OBJECTS = 12, 64  # of a header: its own, and those of the metadata
-FEW_LETTERS = 200  # of a name, in an error
 PIECE_BYTES = 4 << 20  # of a file that is read by several threads; what is less is not worth them
 THREADS = min(8, len(os.sched_getaffinity(0)))
 DTYPES = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from symbiosis.errors import AdapterError
 from symbiosis.serving.lora.adapter import IS_THE_BASE
 from symbiosis.serving.lora.adapter_files import MOST_TENSOR_BYTES, MOST_TENSORS, read_adapter, state_of
-from symbiosis.text import shown
+from symbiosis.text import FEW_LETTERS, shown
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127})?")
 LISTED_S = 1.0  # a list is as good as new for so long, if the folder itself is as it was
@@ -111,9 +111,9 @@ def is_within(path: Path, folder: Path) -> bool:
 def check_name(name: str, base: str | None = None) -> None:
     """Raise `AdapterError` for a name that no adapter may have; `base` is the base's."""
     if isinstance(name, str) and name == base:
-        raise AdapterError(IS_THE_BASE.format(shown(name, 200)))
+        raise AdapterError(IS_THE_BASE.format(shown(name, FEW_LETTERS)))
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise AdapterError(
-            f"an adapter cannot be named {shown(str(name), 200)!r}: names have letters, digits and . _ - @ + = (and one / inside), and begin with a "
+            f"an adapter cannot be named {shown(str(name), FEW_LETTERS)!r}: names have letters, digits and . _ - @ + = (and one / inside), and begin with a "
             "letter or a digit"
         )

@@ -27,7 +27,7 @@ from symbiosis.serving.lora.loader import Loader
 from symbiosis.serving.lora.publish import adapter_of, weights_of
 from symbiosis.serving.lora.refusals import Refusals
 from symbiosis.serving.runner.model_runner import ModelRunner
-from symbiosis.text import shown
+from symbiosis.text import FEW_LETTERS, shown
 
 logger = logging.getLogger("symbiosis")
 
@@ -344,7 +344,7 @@ class AdapterRegistry:
     def _unknown(self, name: str) -> AdapterError:
         if name not in self._removed and self._folder.state(name) is None and self._folder.holds(name):
             return AdapterError(self._folder.why_not(name))
-        return UnknownAdapter(f"there is no adapter {shown(name, 200)!r}: there {self._there_are()}")
+        return UnknownAdapter(f"there is no adapter {shown(name, FEW_LETTERS)!r}: there {self._there_are()}")
 
     def _there_are(self) -> str:
         names, count = self._offered(self._refusals.names())
