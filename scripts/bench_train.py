@@ -8,6 +8,7 @@
     python scripts/bench_train.py beside --tiny  # beside a wrapped trainer and a program that makes tokens, on one executor (CPU only)
     python scripts/bench_train.py fuse           # an eager program under autocast, with and without `symbiosis.fuse`, wrapped and not
     python scripts/bench_train.py rl             # a step of RL for 8 tenants on Llama-7B's shapes: tokens per second, beside PEFT's `generate`
+    python scripts/bench_train.py bitwise --tiny # `bitwise`: KL of sampler and trainer, and what it costs, part by part (CPU only)
     python scripts/bench_train.py --quick        # all, fewer steps
     python scripts/bench_train.py --tiny         # on a CPU: a small model, in float32
 
@@ -25,6 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import _beside
+import _bitwise
 import _fuse
 import _rl
 import torch
@@ -36,7 +38,7 @@ import symbiosis
 from symbiosis.base.reporting import Report, print_table
 from symbiosis.training import Engine
 
-SUITES = ["step", "many", "memory", "curves", "beside", "whole", "fuse", "rl"]
+SUITES = ["step", "many", "memory", "curves", "beside", "whole", "fuse", "rl", "bitwise"]
 RANK = 16
 ENGINE_WARM_UP = (
     8  # steps: the first pass has one run, the next what came meanwhile, and the third of a size is captured
@@ -280,6 +282,9 @@ def main() -> int:
         load = _rl.RlLoad(2, 2, 2, 8, 8) if given.tiny else _rl.RlLoad(8, 8 if given.quick else 64, 8, 32, 256)
         model = (shape if given.tiny else Shape()).build(device).to(dtype)
         _rl.rl(model, config(), load, 1 << 26 if given.tiny else 45 << 30, report)
+    if "bitwise" in suites and given.tiny:
+        for kind in (torch.float32, torch.bfloat16):
+            _bitwise.bitwise(shape.build(device).to(kind), config(), report)
     return report.finish()
 
 

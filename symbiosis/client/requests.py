@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 from symbiosis.client.direct.rule import DECODE_ROWS
 from symbiosis.client.layers.groups import GroupMember
 from symbiosis.errors import CallError, Code, RemoteWeightError
+from symbiosis.kernels.row_invariant import RowInvariant
 from symbiosis.protocol import DTYPES, Call, Op, Priority, View
 from symbiosis.transport.tensors import DTYPE_NAME, Shapes
 
@@ -112,8 +113,8 @@ def is_watched() -> bool:
 
 def are_tensors_seen() -> bool:
     """Whether a function mode of the user's sees the tensors of torch's operations, and could write to them. (A default device is such a
-    mode, too, and writes to nothing.)"""
-    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    mode, too, and so are our products of rows by themselves; these write to nothing.)"""
+    return any(not isinstance(mode, DeviceContext | RowInvariant) for mode in _get_current_function_mode_stack())
 
 
 def will_be_made_again() -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.kernels import compile_c
+from symbiosis.kernels.row_invariant import add_low_rank_, is_row_invariant
 
 SOURCE = Path(__file__).with_suffix(".c")
 DEFINED: dict[torch.dtype, list[str]] = {torch.float32: [], torch.bfloat16: ["-DBFLOAT16"]}
@@ -93,8 +94,24 @@ def add_(y_TN: Tensor, vector: Sequence[MatrixPiece]) -> None:
         y_TN[:, column : column + values.shape[1]].add_(values)
 
 
+def whole(pieces: Sequence[MatrixPiece]) -> Tensor:
+    """Return a matrix of its pieces."""
+    if len(pieces) == 1:
+        return pieces[0].values
+    rows, columns = (
+        max(ends) for ends in zip(*((p.row + len(p.values), p.column + p.values.shape[1]) for p in pieces), strict=True)
+    )
+    matrix = pieces[0].values.new_empty(rows, columns)
+    for row, column, values in pieces:
+        matrix[row : row + len(values), column : column + values.shape[1]] = values
+    return matrix
+
+
 def adapt_(y_TN: Tensor, x_TK: Tensor, placed: PlacedAdapter) -> None:
     """Apply an adapter to `y = x Wᵀ`, in place. If its numbers are of a wider dtype, all is computed in that, and the result is rounded."""
+    if is_row_invariant() and placed.down and placed.up and not placed.gain and not placed.shift:
+        add_low_rank_(y_TN, x_TK, whole(placed.down), whole(placed.up))
+        return
     if (dtype := placed.dtype) not in (None, y_TN.dtype):
         wide_TN = y_TN.to(dtype)
         adapt_(wide_TN, x_TK.to(dtype), placed)

@@ -152,6 +152,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculate: Annotated[str | None, Doc(
         "Draft so many tokens ahead, and check them in one step; texts stay the same. ngram:N looks for them in the text itself, draft:CHECKPOINT:N asks "
         "a smaller model of the same tokens. On a CPU only. Default: none."), "ngram:N | draft:CHECKPOINT:N"] = None
+    bitwise: Annotated[bool, Doc(
+        "Compute each token by itself: its log probability does not depend on what else runs and, with --train, is bit for bit the one that training "
+        "computes. Slower. On a CPU only; adapters that are trained are LoRA.")] = False
     compile: Annotated[bool, Doc("Compile the model's layers, on a GPU: faster steps, after a start of up to a minute more.")] = False
     drain_s: Annotated[float, Doc(
         "On SIGTERM or ctrl-C, how long requests under way may take to finish; a second one ends the server at once. Default: 30.")] = 30.0
@@ -186,6 +189,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"server-name has letters, digits, dots, hyphens and underscores, not {self.server_name!r:.80}"
             )
         self._check_devices()
+        if self.bitwise and (self.devices is not None or self.compile):
+            raise ConfigError(
+                f"bitwise goes without {'devices' if self.devices else 'compile'}: sums would have another order"
+            )
         if self.speculate is not None:
             SpeculateRule.from_text(self.speculate, len(self.places))
         check_dtype(self.dtype)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.kernels import with_triton
+from symbiosis.kernels.row_invariant import add_low_rank_, is_row_invariant
 from symbiosis.serving.runner.compiled_layers import SharedInput, places, take_from
 from symbiosis.serving.runner.shared_inputs import width_of
 
@@ -108,6 +109,9 @@ class SharedRows(SharedInput):
         lows = []
         for y_TN, name in zip(ys, self.names, strict=True):
             for rows, (a, b, scale) in self._of(name):
+                if is_row_invariant():
+                    lows.append(add_low_rank_(y_TN[rows], x_TK[rows], a, (b * scale).t()))
+                    continue
                 low_TR = x_TK[rows] @ a.to(x_TK.dtype).t()
                 y_TN[rows] += (low_TR @ b.to(x_TK.dtype).t()) * scale
                 lows.append(low_TR)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from symbiosis.errors import ConfigError
 from symbiosis.kernels import with_triton
+from symbiosis.kernels.row_invariant import row_invariant, total_of
 from symbiosis.offload.logit_check import text_config
 from symbiosis.training.captured_pass import PassTables
 from symbiosis.training.datum import Datum
@@ -21,8 +22,8 @@ SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_sof
 class PackedHead:
     """The head of a causal language model, and what the model makes of its product."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.module = _head_of(model)
+    def __init__(self, model: nn.Module, bitwise: bool = False) -> None:
+        self.module, self.is_bitwise = _head_of(model), bitwise
         self.name = next(name for name, module in model.named_modules() if module is self.module)
         self._config = text_config(model)
         self.vocabulary: int = self._config.vocab_size
@@ -31,9 +32,10 @@ class PackedHead:
         self._lengths: Sequence[int] = ()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits as the model's own."""
-        logits: Tensor = self.module(hidden[None])[0].float()
-        config = self._config
+        """Return float32 logits as the model's own: with `bitwise` rounded where the model rounds."""
+        with row_invariant(self.is_bitwise):
+            logits: Tensor = self.module(hidden[None])[0]
+        config, logits = self._config, logits if self.is_bitwise else logits.float()
         if scale := getattr(config, "logit_scale", None):
             logits = logits * scale
         if scaling := getattr(config, "logits_scaling", None):
@@ -42,7 +44,7 @@ class PackedHead:
             logits = logits * multiplier
         if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
             logits = cap * torch.tanh(logits / cap)
-        return logits
+        return logits.float()
 
     def logits_of(self, hidden: Tensor, owners: Sequence[RunAdapter], lengths: Sequence[int]) -> Tensor:
         """Return the logits of sequences, with what the adapters of their runs do at the head."""
@@ -113,7 +115,7 @@ class SequencesAtHead:
         leaf, data = hidden.detach().requires_grad_(), self._data[piece]
         lengths = [len(datum) for datum in data]
         logits, made = self._head.logits_of(leaf, self._owners[piece], lengths), []
-        totals = logits.logsumexp(-1, keepdim=True)
+        totals = total_of(logits)
         for datum, own, total in zip(data, logits.split(lengths), totals.split(lengths), strict=True):
             targets = datum.targets.to(own.device)
             made.append((own.gather(1, targets.view(len(datum), -1)) - total).view(targets.shape))

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers.pytorch_utils import Conv1D
 
 from symbiosis.errors import AdapterError, ConfigError, SymbiosisError
 from symbiosis.kernels import with_triton
 from symbiosis.kernels.gpu.streams import aside, wait_until_done
+from symbiosis.kernels.row_invariant import row_invariant
 from symbiosis.offload.logit_check import agree, logits_alone, place_of, probe_tokens, text_config
 from symbiosis.serving.lora.peft_layers import Skeleton
+from symbiosis.serving.runner.bitwise import make_bitwise
 from symbiosis.serving.runner.compiled_layers import compile_layers
 from symbiosis.serving.runner.shared_inputs import Group, find_groups
 from symbiosis.training.activations import ActivationPlan, kept_bytes
@@ -53,15 +56,17 @@ class RunSegment:
 class PackedModel:
     """`model` stays as it is: what is changed is a copy that shares its weights."""
 
-    def __init__(self, model: nn.Module, compiled: bool, recompute: bool | None = None) -> None:
+    def __init__(self, model: nn.Module, compiled: bool, recompute: bool | None = None, bitwise: bool = False) -> None:
         self.device, self.dtype = place_of(model)
         # beside that on which engines of this program make tokens
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.longest: int = getattr(text_config(model), "max_position_embeddings", None) or 1 << 30
         self.skeleton = Skeleton(model)
-        self._model = self.skeleton.copy(own_biases=False).eval()
+        self._model, self._is_bitwise = self.skeleton.copy(own_biases=False).eval(), bitwise
+        if bitwise:
+            make_bitwise(self._model)
         self._modules = dict(self._model.named_modules())
-        self.head = PackedHead(self._model)
+        self.head = PackedHead(self._model, bitwise)
         self._prompts: list[tuple[RunAdapter, int]] = []  # the first row of each prompt of the pass
         self._puts_prompts = False
         self._acting = ActingRuns(torch.zeros((), device=self.device, requires_grad=True))
@@ -72,6 +77,10 @@ class PackedModel:
         self._segments = list[RunSegment]()
         register()
         self.packs = self._prepare()
+        if bitwise and not self.packs:
+            raise ConfigError(
+                f"bitwise needs sequences in one row of tokens, and {type(model).__name__} has attention that cannot be replaced"
+            )
         found = [group.names for group in self._found_groups() if not group.is_head]
         self._captured = CapturedPass(self._tabled, self.device) if self._can_be_captured() else None
         for names in found:
@@ -88,6 +97,14 @@ class PackedModel:
     def add(self, adapter: RunAdapter) -> None:
         """Let an adapter act at its layers."""
         adapter.low_rank.pop(self.head.name, None)  # the head is given the rows in pieces
+        others = [
+            *adapter.layers.keys() - adapter.low_rank.keys(),
+            *(["the prompt"] if adapter.virtual or adapter.prefix_length else []),
+        ]
+        if self._is_bitwise and others:
+            raise AdapterError(
+                f"with bitwise, adapters are LoRA without dropout at linear layers of the base, and this one does something else at {min(others)}"
+            )
         for name in adapter.layers:
             if name == self.head.name and _draws(adapter.layers[name]):
                 raise AdapterError(f"it has dropout at {name}, the head, which is computed twice: leave that out")
@@ -108,6 +125,11 @@ class PackedModel:
         for name in adapter.low_rank:
             if not any(name in group.names for group in self._groups):
                 self._share([name])
+
+    def linear_layers(self) -> list[str]:
+        """Return the names of the linear layers at which a LoRA can act, but for the head."""
+        linear = [name for name, each in self._modules.items() if isinstance(each, nn.Linear | Conv1D)]
+        return [name for name in linear if name in self._takes_rows and name != self.head.name]
 
     def _begin_gradients(self, module: nn.Module, inputs: Any, embedded: Tensor) -> None:
         """Let the first layer have a backward pass: compiled code has none where no rows need one."""
@@ -332,7 +354,8 @@ class PackedModel:
 
         hook = self.head.module.register_forward_pre_hook(keep)
         try:
-            self._model(**inputs, use_cache=False)
+            with row_invariant(self._is_bitwise):
+                self._model(**inputs, use_cache=False)
         finally:
             hook.remove()
         return kept[0].flatten(0, 1)

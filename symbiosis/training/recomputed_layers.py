@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from symbiosis.kernels.row_invariant import is_row_invariant, row_invariant
 from symbiosis.training.run_adapter import RunAdapter
 from symbiosis.training.sequence_packing import Layout, packed_as
 
@@ -65,6 +66,7 @@ class _LayerCall:
         self._places = [at for at, x in enumerate(self._given) if isinstance(x, Tensor) and x.requires_grad]
         self._made: list[Any] = []  # what the layer returned, without its tensors
         self._returned: Any = None
+        self._by_rows = is_row_invariant()
 
     def take_inputs(self) -> list[Tensor]:
         inputs = [self._given[at] for at in self._places]
@@ -78,7 +80,7 @@ class _LayerCall:
         for at, each in zip(self._places, inputs, strict=True):
             given[at] = each
         args, kwargs = tree_unflatten(given, self._structure)
-        with packed_as(self._layout):
+        with packed_as(self._layout), row_invariant(self._by_rows and not is_row_invariant()):
             made, self._returned = tree_flatten(self._forward(*args, **kwargs))
         self._made = [Tensor if isinstance(each, Tensor) else each for each in made]
         return [each for each in made if isinstance(each, Tensor)]

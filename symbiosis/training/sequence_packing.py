@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from symbiosis.kernels.paged_attention import How
+from symbiosis.kernels.row_invariant import attend_in_blocks, is_row_invariant
+
 NAME = "symbiosis_packed"
 
 
@@ -143,7 +146,10 @@ def _attention(
             layer: Any = module.layer_idx
             before = prefix.layers[layer]
             k, v = (torch.cat([p.expand(count, *p.shape), x], 2) for p, x in zip(before, (k, v), strict=True))  # type: ignore[arg-type]
-        made = _attend(q, k, v, _window(length, sliding_window, q.device, k.shape[2]), scaling, softcap, s_aux)
+        if is_row_invariant():
+            made = _InBlocks.apply(q, k, v, How(scaling, sliding_window, softcap, s_aux))  # type: ignore[no-untyped-call]
+        else:
+            made = _attend(q, k, v, _window(length, sliding_window, q.device, k.shape[2]), scaling, softcap, s_aux)
         parts.append(made.transpose(1, 2).flatten(0, 1))  # [count * length, heads, size]
     return torch.cat(parts)[None], None
 
@@ -193,6 +199,25 @@ def _attend(
         return torch.softmax(scores.float(), -1).to(v.dtype) @ v
     sink = sinks.reshape(1, -1, 1, 1).expand(len(q), -1, length, 1).to(scores.dtype)
     return torch.softmax(torch.cat([scores, sink], -1).float(), -1)[..., :-1].to(v.dtype) @ v
+
+
+class _InBlocks(torch.autograd.Function):
+    """Attention whose sums are those of a sampler (`row_invariant.py`), with the gradients of the usual one."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        ctx.how = how
+        ctx.save_for_backward(q, k, v)
+        return attend_in_blocks(q, k, v, torch.zeros(len(q), dtype=torch.long), how).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        q, k, v = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        how: How = ctx.how
+        with torch.enable_grad():
+            mask = _window(q.shape[2], how.window, q.device, k.shape[2])
+            made = _attend(q, k, v, mask, how.scaling, how.softcap, how.sinks)
+        return *torch.autograd.grad(made, (q, k, v), slope), None
 
 
 def _no_mask(*_: object, **__: object) -> None:

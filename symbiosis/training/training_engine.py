@@ -10,8 +10,10 @@ from torch import nn
 
 from symbiosis.client import arguments
 from symbiosis.client.from_executor import built
-from symbiosis.client.weights.remote_weight import close_sessions, remote_weights
+from symbiosis.client.weights.remote_weight import close_sessions
 from symbiosis.errors import ConfigError
+from symbiosis.serving.runner.bitwise import must_be_invariant
+from symbiosis.training.bitwise_proof import prove_bitwise
 from symbiosis.training.checkpoint_folders import check_adapter
 from symbiosis.training.command_intake import CommandIntake
 from symbiosis.training.command_order import PATIENCE_S
@@ -50,6 +52,8 @@ class TrainingEngine:
             Default: in passes for which the free memory would not suffice.
         batch_invariant: The results of a run are the same bits, whoever else trains: each command is computed by itself. An executor has to be started
             with `batch_invariant`, too.
+        bitwise: The log probabilities of what `serving.Engine(bitwise=True)` samples are, bit for bit, those that it told. An executor has to be
+            started with `batch_invariant`. LoRA at linear layers only, and on a CPU only.
         compiled: Compile what lies between products by torch.compile, on a GPU. The first pass takes a minute, then, and those after it are faster.
 
     >>> import symbiosis
@@ -73,6 +77,7 @@ class TrainingEngine:
         wait: float | None = None,
         recompute: bool | None = None,
         batch_invariant: bool = False,
+        bitwise: bool = False,
         compiled: bool = False,
     ) -> None:
         arguments.model_or_endpoint(model)
@@ -91,8 +96,8 @@ class TrainingEngine:
                 self._own_model = built(model, {"wait": wait}, priority="train")
             given = model if isinstance(model, nn.Module) else self._own_model
             if batch_invariant:
-                _must_be_invariant(given)
-            self._model = PackedModel(given, compiled, recompute)  # type: ignore[arg-type]
+                must_be_invariant(given, "batch_invariant")  # type: ignore[arg-type]
+            self._model = PackedModel(given, compiled, recompute, bitwise)  # type: ignore[arg-type]
         except BaseException:
             if self._folder is not None:
                 self._folder.close()
@@ -174,6 +179,18 @@ class TrainingEngine:
                 with restoring(folder):
                     run = self._runs[name] = _opened(self, name, RunJournal(folder))
         return run
+
+    def prove_bitwise(self, sampler: Any) -> int:
+        """Check that a `serving.Engine(bitwise=True)` of the same model says of some tokens, bit for bit, what this engine computes of them; return how
+        many they were. Raises `ConfigError` if it does not: libraries of another processor may have other sums.
+
+        >>> import symbiosis
+        >>> with symbiosis.Executor("demo", batch_invariant=True) as executor, symbiosis.training.Engine(executor.endpoint, bitwise=True) as trainer:
+        ...     with symbiosis.serving.Engine(executor.endpoint, memory=1 << 24, bitwise=True) as sampler:
+        ...         trainer.prove_bitwise(sampler)
+        40
+        """
+        return prove_bitwise(sampler, self, self._model.linear_layers())
 
     def has_room(self, tenant: str = "") -> bool:
         """Whether a command of this tenant would not have to wait for room."""
@@ -262,15 +279,6 @@ class TrainingEngine:
             command.call(state)
         except ConfigError:
             return  # as it was then: the journal has told it
-
-
-def _must_be_invariant(model: Any) -> None:
-    """Refuse executors that join the calls of several sessions."""
-    for session in {weight.handle.session for weight in remote_weights(model)}:
-        if not session.welcome.batch_invariant:
-            raise ConfigError(
-                f"batch_invariant needs products that do not depend on others, and {session.endpoint} joins them: start it with --batch-invariant"
-            )
 
 
 def _opened(engine: TrainingEngine, name: str, journal: RunJournal) -> Run:

@@ -39,13 +39,16 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 
 @contextmanager
-def served(folder: Path, order_wait: float = 60.0) -> Iterator[Api]:
+def served(folder: Path, order_wait: float = 60.0, bitwise: bool = False) -> Iterator[Api]:
     write_secret(folder / "keys", "".join(f"{name} {key} {LIMITS.get(name, '')}\n" for name, key in KEYS.items()))
     with (
-        symbiosis.Executor("demo") as executor,
-        Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25, name="demo") as engine,
+        symbiosis.Executor("demo", batch_invariant=bitwise) as executor,
+        Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25, name="demo", bitwise=bitwise) as engine,
         symbiosis.training.Engine(
-            executor.endpoint, state=tinker_service.runs_folder(folder / "checkpoints"), order_wait=order_wait
+            executor.endpoint,
+            state=tinker_service.runs_folder(folder / "checkpoints"),
+            order_wait=order_wait,
+            bitwise=bitwise,
         ) as trainer,
     ):
         training = tinker_service.TrainingService(engine, trainer, folder / "checkpoints", "demo", str(DEMO_MODEL))
@@ -194,6 +197,37 @@ def test_it_trains_and_samples_what_it_has_trained(api: Api) -> None:
     assert np.abs(logprobs[8:] - floats(found.sequences[0].logprobs)).max() < 1e-5
     assert np.abs(logprobs[:8] - prompt[1:]).max() < 1e-5
     assert out.metrics["loss:sum"] == pytest.approx(-logprobs.sum(), rel=1e-5)
+
+
+def test_what_is_sampled_is_what_is_trained_to_the_bit(tmp_path: Path) -> None:
+    """With `bitwise`: by a snapshot of the sampler, and by a checkpoint that is read from its folder."""
+    with served(tmp_path, bitwise=True) as api:
+        client = Client(api)
+        run = client.run()
+        client.trained(run, 1)
+        client.step(run, 2)
+        saved = client.wait(client.told("save_weights_for_sampler", model_id=run, seq_id=3, sampling_session_seq_id=0))
+        path = client.wait(client.told("save_weights_for_sampler", model_id=run, seq_id=4, path="mine"))["path"]
+        of_path = client.told(
+            "create_sampling_session", session_id=client.session, sampling_session_seq_id=1, model_path=path
+        )
+        numbers = iter((5, 6))
+        for sampler in (saved["sampling_session_id"], of_path["sampling_session_id"]):
+            made = client.sample(sampler, num_samples=3, params={"max_tokens": 9, "temperature": 1.0, "seed": 1})
+            data = []
+            for each in made.sequences:
+                tokens = np.frombuffer(each.tokens, np.int32).tolist()
+                blank, count = [0.0] * 8, len(tokens)
+                given = {
+                    "logprobs": tensor([*blank, *floats(each.logprobs)]),
+                    "advantages": tensor([*blank, *[1.0] * count]),
+                }
+                data.append(datum(TEXT[:9] + tokens, **given))
+            out = client.trained(
+                run, next(numbers), *data, change=lambda told: setattr(told, "loss_fn", "importance_sampling")
+            )
+            assert out.metrics["kl_sample_train_v1:mean"] == out.metrics["kl_sample_train_v2:mean"] == 0.0
+            assert out.metrics["sampling_logp_difference:max"] == 0.0
 
 
 def test_commands_are_done_in_their_order_and_once(api: Api) -> None:

@@ -12,7 +12,7 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.server.http_process import tokenizer_of
 from symbiosis.server.ipc.engine_ipc import FrontOptions
 from symbiosis.server.launch.preflight import chat_template, check_adapters, check_devices, folder_of, named
-from symbiosis.server.launch.serve_processes import model_name, pooling_of
+from symbiosis.server.launch.serve_processes import executor_words, model_name, pooling_of
 from symbiosis.serving.engine.detokenize import chat_text
 from symbiosis.serving.runner.model_runner import bytes_of
 from symbiosis.serving.serve_options import ServeOptions
@@ -140,3 +140,11 @@ def test_a_share_is_of_what_is_free() -> None:
     cpu = torch.device("cpu")
     assert bytes_of(1 << 20, cpu) == 1 << 20
     assert 0.5 < bytes_of(0.5, cpu) / (2 * bytes_of(None, cpu)) < 2
+
+
+def test_bitwise_reaches_the_executor_and_goes_without_what_adds_up_otherwise() -> None:
+    assert "--batch-invariant" in executor_words(ServeOptions(model="demo", bitwise=True), "local:///x")
+    assert "--batch-invariant" not in executor_words(ServeOptions(model="demo"), "local:///x")
+    for options, word in (({"compile": True}, "compile"), ({"devices": "cpu", "ranks": 2}, "devices")):
+        with pytest.raises(ConfigError, match=f"bitwise goes without {word}"):
+            ServeOptions(model="demo", bitwise=True, **options)

@@ -189,7 +189,7 @@ class ServeProcesses:
             first_token_s=options.first_token_s, prefill_tokens=options.prefill_tokens, max_waiting=options.max_requests,
             of_tenant=options.of_tenant, max_rank=options.max_rank, adapter_memory=options.adapter_memory_size,
             compiles=options.compile, wait=options.wait_s, max_adapter_bytes=options.max_adapter_bytes,
-            name=model_name(options), devices=options.places, speculate=options.speculate,
+            name=model_name(options), devices=options.places, speculate=options.speculate, bitwise=options.bitwise,
         ) as engine:  # fmt: skip
             if options.executor is not None:
                 must_be_the_model(engine.config, located(str(options.model)), options.executor)
@@ -210,8 +210,15 @@ class ServeProcesses:
         options = self._options
         state = runs_folder(checkpoints_of(options), options.server_name)
         with training.Engine(
-            endpoint, wait=options.wait_s, state=state, order_wait=ORDER_WAIT_S, room_wait=ROOM_WAIT_S
+            endpoint,
+            wait=options.wait_s,
+            state=state,
+            order_wait=ORDER_WAIT_S,
+            room_wait=ROOM_WAIT_S,
+            bitwise=options.bitwise,
         ) as trainer:
+            if options.bitwise:
+                logger.info("bitwise: sampler and trainer agree on all of %d tokens", trainer.prove_bitwise(engine))
             tokenizer = (
                 str(options.model)
                 if options.model != "demo" and path_of(str(options.model)) is None
@@ -323,7 +330,8 @@ class ServeProcesses:
 def executor_words(options: ServeOptions, endpoint: str) -> list[str]:
     of_dtype = ["--dtype", options.dtype] if options.dtype else []
     of_dtype += ["--quantize", options.quantize] if options.quantize else []
-    words = [str(options.model), "--listen", endpoint, "--log-format", options.log_format, *of_dtype]
+    joins = ["--batch-invariant"] if options.bitwise else []
+    words = [str(options.model), "--listen", endpoint, "--log-format", options.log_format, *of_dtype, *joins]
     return procs.program("symbiosis.cli.main:executor_main", *words, name="executor")
 
 

@@ -72,6 +72,8 @@ class Engine:
         speculate: "ngram:N" or "draft:CHECKPOINT:N" drafts up to N tokens of each text ahead, and checks them in one step: from what stands in the text
             already, or by a smaller model of the same tokens. Texts are the same, as far as rounding goes; where many decode, fewer are drafted. On a CPU only.
         wait: How long an executor may take to come up, in seconds; None: as long as it may be away later, 60 or `$SYMBIOSIS_PATIENCE_S`.
+        bitwise: Each token is computed by itself: its log probability is, bit for bit, the one that `training.Engine(bitwise=True)` computes,
+            whatever else runs. An executor has to be started with `batch_invariant`. On a CPU only.
 
     Attributes:
         config: The base's configuration: of the part that reads and writes text.
@@ -111,6 +113,7 @@ class Engine:
         wait: float | None = None,
         devices: Tokens[str] = (),
         speculate: str | None = None,
+        bitwise: bool = False,
     ) -> None:
         _check_options(
             policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens, first_token_s=first_token_s,
@@ -118,13 +121,21 @@ class Engine:
         )  # fmt: skip
         arguments.model_or_endpoint(model)
         rule = None if speculate is None else SpeculateRule.from_text(speculate, len(devices))
+        if bitwise and len(devices) > 1:
+            raise ConfigError("bitwise is for one device: ranks add up parts of sums")
         if len(devices) > 1:
             options = {"memory": memory, "max_batch": max_batch, "prefill_tokens": prefill_tokens, "compiles": compiles}
             self._served: ModelRunner = divided(model, devices, wait=wait, **options)
             self._own_model: nn.Module | None = self._served.whole
         else:
             self._own_model = built(model, {"wait": wait}, priority="decode") if isinstance(model, str) else None
-            self._served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
+            given = model if isinstance(model, nn.Module) else self._own_model
+            try:
+                self._served = make_ready(given, memory, bitwise)  # type: ignore[arg-type]
+            except BaseException:
+                if self._own_model is not None:
+                    close_sessions(self._own_model)
+                raise
         served = self._served
         self.tokenizer = _tokenizer(tokenizer)
         self._residency = AdapterCache(served.arena, served.blocks.make_room, served.fetcher)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from symbiosis.errors import AdapterError
 from symbiosis.kernels.adapter_rows import FewAdapterRows, PlacedAdapter, Rows, adapt_rows_, before_rows
+from symbiosis.kernels.row_invariant import is_row_invariant
 from symbiosis.serving.lora.adapter_cache import AdapterCache
 from symbiosis.serving.lora.adapter_kinds import LoadedAdapter
 from symbiosis.serving.lora.peft_layers import run_layer
@@ -143,7 +144,7 @@ class TargetLayers:
         numbers = list(rows.values())
         groups = [AdapterRows(adapter, _rows(of), self._placed(adapter)) for adapter, of in rows.items()]
         dtype = self._served.dtype
-        fits = FewAdapterRows.fits(numbers, highest, dtype, self._served.device)
+        fits = not is_row_invariant() and FewAdapterRows.fits(numbers, highest, dtype, self._served.device)
         few = FewAdapterRows(numbers) if fits and not any(group.is_wide(dtype) for group in groups) else None
         return Shares(count, groups, few)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from symbiosis.kernels.paged_attention import How, PageLayout, SeenTokens, attend, attend_within, compiled
+from symbiosis.kernels.row_invariant import attend_in_blocks, is_row_invariant, whole_blocks
 from symbiosis.serving.kv_cache.paged_memory import PagedMemory
 from symbiosis.serving.scheduler.scheduler_output import BLOCK, Block, ScheduledRequest, SchedulerOutput, Sequence
 
@@ -120,12 +121,14 @@ class Together:
         self._firsts = torch.tensor([segment.first for segment in segments])
         self._ends = torch.tensor([segment.end for segment in segments])
         self._ends_of_rows = torch.cat([torch.arange(s.position + 1, s.end + 1) for s in segments])
-        self._longest = int(self._ends.max())
+        self._in_blocks, longest = is_row_invariant(), int(self._ends.max())
+        self._longest = whole_blocks(longest) if self._in_blocks else longest
         self._masks: dict[int | None, Tensor] = {}
 
     def look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:
         """Attend: from the step's queries, [heads, rows, size], into the step's results, [rows, heads, size]."""
-        kernel = compiled(query.dtype) if self._rows <= FEW and query.device.type == "cpu" else None
+        few = self._rows <= FEW and query.device.type == "cpu" and not self._in_blocks
+        kernel = compiled(query.dtype) if few else None
         if kernel is None:
             self._gather_and_look(layer, query, how, result)
             return
@@ -141,7 +144,10 @@ class Together:
         q = query.index_select(1, self._which).view(query.shape[0], count, self._rows, -1).transpose(0, 1)
         k = keys.view(count, self._longest, of.heads, of.key).transpose(1, 2)
         v = values.view(count, self._longest, of.heads, of.value).transpose(1, 2)
-        y = attend(q, k, v, self._mask(how.window), how)
+        if self._in_blocks:
+            y = attend_in_blocks(q, k, v, self._ends - self._rows, how).to(query.dtype)
+        else:
+            y = attend(q, k, v, self._mask(how.window), how)
         result.index_copy_(0, self._which, y.transpose(1, 2).flatten(0, 1))
 
     @cached_property
@@ -217,7 +223,12 @@ class Lookup:
             if together is not None and (segment.position or (how.window is not None and how.window < segment.rows)):
                 together.look(layer, query[0], how, result[0])
             else:
-                y = attend_within(query[:, :, rows], key[:, :, rows], value[:, :, rows], how)
+                own = query[:, :, rows], key[:, :, rows], value[:, :, rows]
+                y = (
+                    attend_in_blocks(*own, torch.zeros(1, dtype=torch.long), how)
+                    if is_row_invariant()
+                    else attend_within(*own, how)
+                )
                 result[:, rows] = y.transpose(1, 2)
         return result
 

@@ -116,7 +116,7 @@ def _cache_is_right(model: nn.Module, tells_positions: bool) -> bool:
     return True
 
 
-def make_ready(model: nn.Module, memory: int | float | None = None) -> ModelRunner:
+def make_ready(model: nn.Module, memory: int | float | None = None, bitwise: bool = False) -> ModelRunner:
     """Make a model ready to be served: in batches if possible, else one by one, which is logged."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(text_config(model), "vocab_size"):
         raise ConfigError(
@@ -124,8 +124,12 @@ def make_ready(model: nn.Module, memory: int | float | None = None) -> ModelRunn
         )
     place_of(model)
     try:
-        return PagedRunner(model.eval(), memory)
+        return PagedRunner(model.eval(), memory, bitwise=bitwise)
     except CannotBatch as why:
+        if bitwise:
+            raise ConfigError(
+                f"bitwise needs sequences side by side, and {type(model).__name__} computes them one by one: {why}"
+            ) from None
         logger.warning("%s is served one request at a time: %s", type(model).__name__, why)
         served = DenseRunner(model, memory)
         if not served.uses_cache:

@@ -15,10 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.kernels.paged_attention import How
+from symbiosis.kernels.row_invariant import row_invariant
 from symbiosis.offload.logit_check import PROBE, agree, logits_alone, probe_tokens, text_config
 from symbiosis.serving.kv_cache.paged_memory import KvShape
 from symbiosis.serving.request import Request
 from symbiosis.serving.runner.attention import NAME, Lookup, Tables, forward_pass, masked_windows
+from symbiosis.serving.runner.bitwise import make_bitwise
 from symbiosis.serving.runner.cuda_graph_runner import CudaGraphRunner, is_for
 from symbiosis.serving.runner.model_runner import ModelRunner, ask
 from symbiosis.serving.scheduler.scheduler_output import ScheduledRequest, SchedulerOutput, Sequence
@@ -40,12 +42,18 @@ class PagedRunner(ModelRunner):
         model: Of transformers, wrapped or not.
         memory: Bytes for keys, values and adapters. Default: a quarter of what is free.
         proves: Whether results are proved at once.
+        bitwise: Whether each row is computed by itself.
     """
 
     batches, whole_prompts = True, False
     may_give_way = True  # whether a step may be given up while it is computed
 
-    def __init__(self, model: nn.Module, memory: int | float | None = None, *, proves: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, memory: int | float | None = None, *, proves: bool = True, bitwise: bool = False
+    ) -> None:
+        self.is_bitwise = bitwise
+        if bitwise:
+            make_bitwise(model)
         before = getattr(text_config(model), "_attn_implementation", None)
         self._tables = Tables()
         self._sessions = {weight.handle.session for weight in remote_weights(model)}
@@ -81,6 +89,10 @@ class PagedRunner(ModelRunner):
 
     @torch.inference_mode()
     def logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:
+        with row_invariant(self.is_bitwise):
+            return self._logits(step, rows)
+
+    def _logits(self, step: SchedulerOutput, rows: Tensor) -> Tensor:
         for mapped in [session.mapped for session in self._sessions if session.mapped is not None]:
             # training beside it gives way, though a step may have more rows than a decoding client's
             mapped.made(Tokens.MANY)

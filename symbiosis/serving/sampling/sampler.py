@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from symbiosis.kernels.row_invariant import total_of
 from symbiosis.serving.request import Sampling, Token
 from symbiosis.serving.scheduler.scheduler_output import Sequence
 from symbiosis.serving.speculation.speculation import Drafted
@@ -112,9 +113,7 @@ def logprobs_of(logits: Tensor, ids: list[int], tops: int) -> list[Token]:
 def _logprobs(logits: Tensor, ids: Tensor, most: int, named: Iterable[tuple[int, ...]] = ()) -> Tensor:
     """Return in each row that of its token, then the most likely tokens, then theirs, in float64, which holds all of them as they are. Rows with
     `named` tokens have those instead of the most likely."""
-    logprobs = logits - logits.logsumexp(
-        dim=-1, keepdim=True
-    )  # log_softmax of a CPU is off by 1e-5 over a large vocabulary
+    logprobs = logits - total_of(logits)  # log_softmax of a CPU is off by 1e-5 over a large vocabulary
     values, which = logprobs.topk(min(most, logits.shape[1]), dim=-1)
     for row, tokens in enumerate(named):
         if tokens:
