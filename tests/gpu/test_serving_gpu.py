@@ -385,3 +385,18 @@ def test_vectors_are_those_that_peft_makes_beside_texts_that_go_on(tmp_path: Pat
                         mine = torch.tensor(engine.embed(prompt, adapter=name, pooling=kind, normalizes=False))  # type: ignore[arg-type]
                         assert off(mine, whole) < AS_ALONE[torch.float32]
             assert beside.result(300) == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tokens_do_not_wait_for_other_work_of_the_program() -> None:
+    """Such as the passes of a trainer, which uses the default stream."""
+    with Engine(llama(), memory=1 << 26) as engine:
+        expected = engine.generate([3, 4, 5], max_tokens=8, temperature=0.0)
+        for _ in range(3):  # steps are captured by then
+            engine.generate([3, 4, 5], max_tokens=8, temperature=0.0)
+        torch.cuda._sleep(3_000_000_000)  # more than a second
+        (over := torch.cuda.Event()).record()
+        answer = engine.generate([3, 4, 5], max_tokens=8, temperature=0.0)
+        assert not over.query()
+        over.synchronize()
+    assert answer.tokens == expected.tokens

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -76,6 +77,8 @@ class Loop:
         self._awake = threading.Condition()
         self._closing = False
         self._step_began: float | None = None
+        # beside that which a trainer in the same program uses, whose passes take long
+        self._stream = torch.cuda.Stream(served.device) if served.device.type == "cuda" else None
         self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
         self._thread.start()
 
@@ -130,8 +133,12 @@ class Loop:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
-    @torch.inference_mode()  # whose tensors an engine has that was made within it
     def _run(self) -> None:
+        aside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), aside:  # inference: its tensors are those of an engine that was made within it
+            self._run_steps()
+
+    def _run_steps(self) -> None:
         while True:
             try:
                 if not self._take_messages():

@@ -18,6 +18,7 @@ from symbiosis.client import arguments
 from symbiosis.client.from_executor import built
 from symbiosis.client.weights.remote_weight import close_sessions, remote_weights
 from symbiosis.errors import ConfigError
+from symbiosis.kernels.gpu.streams import wait_until_done
 from symbiosis.serving.engine.engine_loop import Loop
 from symbiosis.serving.engine.engine_stats import EngineStats
 from symbiosis.serving.engine.limits import check, check_pooling, fitted, most_tokens
@@ -164,6 +165,7 @@ class Engine:
         self._loop.following.on_late = self._grammars.was_late
         self._library.on_replaced = partial(self._loop.ask, self._drop)
         self._library.on_let_go = self._leave
+        wait_until_done(served.device)  # what was prepared, for the engine's own stream
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
         """Begin a request with the adapter that has this name now. Raises `ConfigError` if it cannot be served.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.errors import AdapterError
+from symbiosis.kernels.gpu.streams import wait_until_done
 from symbiosis.serving.lora.adapter_cache import place, put_whole, shapes_of
 from symbiosis.serving.lora.adapter_files import TENSORS, AdapterWeights, check_finite
 from symbiosis.serving.lora.adapter_kinds import (
@@ -126,6 +127,12 @@ class Loader:
         if not is_known:
             check_finite(weights.tensors.items(), "its training has diverged")
         weights = replace(weights, config=without_patterns(weights.config, self.base.modules))
+        loaded = self._with_head(name, weights, version, is_known)
+        wait_until_done(self.served.device)  # the engine has a stream of its own
+        return loaded
+
+    def _with_head(self, name: str, weights: AdapterWeights, version: int, is_known: bool) -> LoadedAdapter:
+        """Prepare an adapter, and the head that a classifier has."""
         if self.served.divide_adapter is not None:
             return self._loaded(name, weights, version, is_known)
         task, head = weights.config.get("task_type"), None
