@@ -117,10 +117,10 @@ class TimedServer(ExecutorLoop):
         for what, owner, methods in (
             ("bells", self.dispatch, ("on_doorbell", "admits", "arrived")),
             ("batches", self, ("_step",)),
-            ("launches", self.gpu, ("launch", "join")),
+            ("launches", self.gpu, ("launch", "launch_batch")),
             ("launches", self.dispatch.cohort, ("_launch",)),
             ("launches", self.engine, ("compute", "reply")),
-            ("figures", self.ledger, ("ran", "launched", "answered_alone", "joined", "together", "answered")),
+            ("figures", self.ledger, ("ran", "launched", "answered_alone", "batched", "together", "answered")),
         ):
             for method in methods:
                 setattr(owner, method, self._timed(what, getattr(owner, method)))
