@@ -22,7 +22,7 @@ from symbiosis.serving.runner.attention import attention
 from symbiosis.training.sequence_packing import NAME as PACKED
 from symbiosis.training.sequence_packing import _attention
 
-PROMPT, TOKENS, TEXTS, ROUNDS = 64, 64, 8, 3
+PROMPT, TOKENS, TEXTS, ROUNDS = 64, 24, 8, 2
 PARTS = "products", "attention", "head"
 
 
@@ -63,10 +63,10 @@ class Parts:
         return timed
 
 
-def bitwise(base: nn.Module, config: LoraConfig, report: Report) -> None:
+def bitwise(name: str, base: nn.Module, config: LoraConfig, report: Report) -> None:
     """Sample and train with `bitwise` and without."""
     found = {is_on: _measured(copy.deepcopy(base), config, is_on) for is_on in (False, True)}
-    name = str(next(base.parameters()).dtype).removeprefix("torch.")
+    name = f"{name}_{str(next(base.parameters()).dtype).removeprefix('torch.')}"
     usual, exact = found[False], found[True]
     rows = []
     for what in usual:

@@ -47,6 +47,7 @@ STEP_BARS = {(4, 1024): 1.30, (2, 512): 1.5}  # over the products
 MANY_BARS = {(8, 2, 64): 2.0, (64, 1, 128): 2.5}  # over one after another
 MEMORY_BAR = 1.1
 QWEN3_8B = Shape(36, 4096, 12288, 32, 151936, "qwen3", (("num_key_value_heads", 8), ("head_dim", 128)))
+SMALL = Shape(6, 576, 1536, 9, 49152, others=(("num_key_value_heads", 3), ("head_dim", 64)))  # a fifth of SmolLM2-135M
 PEAK = 989e12  # of an H100 or H200, in bfloat16
 ALONE_BAR = 0.9  # tokens per second of 64 runs over those of one with as many tokens
 
@@ -283,8 +284,12 @@ def main() -> int:
         model = (shape if given.tiny else Shape()).build(device).to(dtype)
         _rl.rl(model, config(), load, 1 << 26 if given.tiny else 45 << 30, report)
     if "bitwise" in suites and given.tiny:
-        for kind in (torch.float32, torch.bfloat16):
-            _bitwise.bitwise(shape.build(device).to(kind), config(), report)
+        for name, each, kind in (
+            ("tiny", shape, torch.float32),
+            ("tiny", shape, torch.bfloat16),
+            ("small", SMALL, torch.float32),
+        ):
+            _bitwise.bitwise(name, each.build(device).to(kind), config(), report)
     return report.finish()
 
 
