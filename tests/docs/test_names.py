@@ -13,6 +13,8 @@ FENCES = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 SPANS = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?:[\w*-]+/)*[\w*-]+\.(?:py|c|md|sh|toml|yml|yaml|ipynb)(?!\w)")
 FOLDER = re.compile(r"(?:[\w-]+/)+")
+NAMED_FILE = re.compile(r"`((?:symbiosis|scripts|tests)/[\w/]+\.py)`")
+PRIVATE = re.compile(r"`(_\w+)`")
 DOTTED = re.compile(r"[a-z_]+(?:\.\w+)+")
 MADE_BY_USERS = {"FILE.yaml", "executor.yaml", "train.py"}
 FOLDERS = ("symbiosis", "tests", "scripts", "docs", "deploy", "examples")
@@ -76,6 +78,16 @@ def test_what_docstrings_name_exists() -> None:
         if (names := [name for text in docstrings(path) for name in dead(text)])
     }
     assert not found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_private_names_are_in_the_files_beside_them(page: Path) -> None:
+    """A paragraph that names files speaks of what is in these: a name may be gone there, and live on elsewhere."""
+    found = [(paragraph, NAMED_FILE.findall(paragraph)) for paragraph in FENCES.sub("", page.read_text()).split("\n\n")]
+    for paragraph, files in found:
+        code = "\n".join((ROOT / file).read_text() for file in files if (ROOT / file).is_file())
+        gone = [name for name in PRIVATE.findall(paragraph) if files and not re.search(rf"\b{name}\b", code)]
+        assert not gone, f"none of {files} has {gone}"
 
 
 def test_dead_names_are_found() -> None:

@@ -324,7 +324,7 @@ def test_responses_take_vllms_fields_of_sampling_as_chats_do() -> None:
         "seed": 42, "stop": ["x"], "ignore_eos": True, "priority": 3, "skip_special_tokens": False, "include_stop_str_in_output": True,
     }  # fmt: skip
     others = {"model", "stream", "temperature", "top_p", *HARMLESS, *DEFAULTS}  # OpenAI's
-    assert given.keys() == set(DrawnBody.__struct_fields__) - others
+    assert given.keys() == set(DrawnBody.__struct_fields__) - others, "add to `given` what `DrawnBody` has now"
     chat = read(ResponsesBody, json.dumps({"model": "m", "input": "x", **given}).encode()).chat([])
     assert {name: getattr(chat, name) for name in given} == given
     with pytest.raises(ApiError, match="^stop"):

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from symbiosis.server.openai_protocol import AS_ASKED, SAME, Body, ChatBody, Com
 from symbiosis.serving.engine.limits import LENGTHS, Unfit, check_sampling
 from symbiosis.serving.request import Guide, Sampling
 from symbiosis.serving.sampling.schema_cost import check_guide
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -77,7 +80,14 @@ def test_every_parameter_of_the_engines_can_be_asked_for() -> None:
         "logprob_tokens",
     }
     of_trainers = {"scaled_logprobs"}  # of this process: `symbiosis.rollout` asks for it
-    assert set(Sampling.__struct_fields__) - by_another_name - of_trainers == set(SAME) - by_another_name
+    missing = set(Sampling.__struct_fields__) - by_another_name - of_trainers - set(SAME)
+    assert not missing, f"add {missing} to `DrawnBody` or `Body`, and to the tests of bodies"
+
+
+def test_the_documents_name_every_parameter() -> None:
+    documents = "".join((DOCS / name).read_text() for name in ("serving.md", "training.md"))
+    openai = {"presence_penalty", "frequency_penalty"}  # with whatever else is OpenAI's
+    assert not [name for name in SAME if name not in openai and f"`{name}`" not in documents]
 
 
 def test_every_field_reaches_the_engine() -> None:
