@@ -262,6 +262,26 @@ def test_the_more_decode_the_fewer_drafts_each_has(decoding: int, drafts: int) -
     assert step is not None and [len(segment.drafts) for segment in step.segments] == [drafts] * decoding
 
 
+@pytest.mark.parametrize(("spare", "drafted"), [(2 * LAYERS, 8), (2 * LAYERS - 1, 0)])
+def test_drafts_get_pages_that_no_sequence_needs_for_its_next_token(spare: int, drafted: int) -> None:
+    """The block of the text is full: with a further one of its own for the drafts, one for each that runs has to be left."""
+    server = Server(LAYERS + spare, StepRules(), drafts=8)
+    (sequence,) = sequences(0, BLOCK - 1, most=40)
+    server.scheduler.add([sequence])
+    server.step()
+    assert len(sequence.tokens) == BLOCK and server.blocks.spare() == spare
+    step = server.step()
+    assert step is not None and [len(segment.drafts) for segment in step.segments] == [drafted]
+
+
+def test_the_base_is_none_of_the_adapters_of_a_batch() -> None:
+    server = Server(400, StepRules(adapters_in_batch=1))
+    for id, adapter in enumerate((None, ADAPTERS[0], ADAPTERS[2])):  # one after another
+        server.scheduler.add(sequences(id, 5, adapter, most=40))
+        server.step()
+    assert [each.version for each in server.scheduler.running] == [0, ADAPTERS[0].version]
+
+
 @settings(deadline=None, max_examples=100)
 @given(ARRIVALS, RULES, st.integers(0, 12), st.booleans(), st.sampled_from([(8, 8), (None, 8), (8, 24)]))
 def test_texts_longer_than_the_memory_end_if_their_windows_fit(
