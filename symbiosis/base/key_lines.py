@@ -49,10 +49,14 @@ def part_of(limit: float, processes: int) -> int:
     return max(1, int(limit) // processes) if limit else 0
 
 
-def _number(text: str, where: str) -> int:
+def _limit(text: str, where: str) -> int:
     if not NUMBER.fullmatch(text):
         raise ConfigError(f"{where}: {LINE}")
-    return int(text)
+    if not (limit := int(text)):
+        raise ConfigError(
+            f"{where}: a limit of 0 lets nothing in: take the line out, or leave the limit out if there is none"
+        )
+    return limit
 
 
 def _moment(text: str, where: str) -> float:
@@ -86,9 +90,9 @@ class KeyOption(NamedTuple):
 
 KEY_OPTIONS = {
     "admin": KeyOption("", "may_change_adapters", lambda value, where: True),
-    "requests": KeyOption("N", "requests", _number),
-    "tokens_per_s": KeyOption("N", "tokens_per_s", _number),
-    "tokens_per_day": KeyOption("N", "tokens_per_day", _number),
+    "requests": KeyOption("N", "requests", _limit),
+    "tokens_per_s": KeyOption("N", "tokens_per_s", _limit),
+    "tokens_per_day": KeyOption("N", "tokens_per_day", _limit),
     "old_key": KeyOption("KEY", "old_digest", digest_of),
     "old_key_expires": KeyOption("DATE", "old_expires", _moment),
 }
@@ -127,6 +131,8 @@ def _read(words: list[str], where: str) -> KeyLine:
         name, is_given, value = word.partition("=")
         if (option := KEY_OPTIONS.get(name)) is None or bool(is_given) != bool(option.value):
             raise ConfigError(f"{where}: {LINE}")
+        if option.field in told:
+            raise ConfigError(f"{where}: it has {name} twice")
         told[option.field] = option.read(value, where)
     found = KeyLine(words[0], **told)
     if found.old_expires < inf and not found.old_digest:

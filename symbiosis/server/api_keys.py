@@ -152,6 +152,8 @@ class Keys:
         self._still_old = set[bytes]()  # keys of which was logged that they are still in use
         self.nobody = Tenant(KeyLine(may_change_adapters=True))  # everybody, where no keys are needed
         self._tenants: dict[str, Tenant] = {}
+        # all that there ever were: whose line comes back goes on with what it has under way and has had of the day
+        self._known: dict[str, Tenant] = {}
         self._stamp: tuple[int, int] | None = None
         self._looked = clock()
         if file is not None:
@@ -210,10 +212,9 @@ class Keys:
 
     def _take(self, read: dict[str, KeyLine]) -> None:
         """Take over what was read, of which this process holds its part."""
-        tenants = {name: self._tenants.get(name) or Tenant(KeyLine(name)) for name in read}
         for name, line in read.items():
-            tenants[name].take(line.part(self._processes))
-        self._tenants = tenants
+            self._known.setdefault(name, Tenant(KeyLine(name))).take(line.part(self._processes))
+        self._tenants = {name: self._known[name] for name in read}
 
 
 def too_many(message: str, retry_s: float, reason: str) -> ApiError:

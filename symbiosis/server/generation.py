@@ -101,6 +101,7 @@ class Generation:
         self.completion_tokens = sum(len(tokens) for request in requests for tokens in request.chosen)
         self._failure: ApiError | None = None
         self._is_left = False  # ended before it was over
+        self._is_refused = False  # nothing was computed of it
         self._new: dict[int, Choice] = {}
         self._event, self._is_awaited = asyncio.Event(), False
         self.hand_over: HandOver | None = None
@@ -156,6 +157,11 @@ class Generation:
                 yield self._read()
 
     @property
+    def total_tokens(self) -> int:
+        """How many tokens it took so far."""
+        return 0 if self._is_refused else self.prompt_tokens + self.completion_tokens
+
+    @property
     def is_whole(self) -> bool:
         """Whether all completions have finished. Nothing is made of the others, whose reader has hung up."""
         return not self._is_left
@@ -199,6 +205,7 @@ class Generation:
         if output.finish in FAILURES:
             status, message, reason = FAILURES[output.finish]
             retry_s = 1.0 if status == 503 else 0.0
+            self._is_refused = status == 400 and not self.completion_tokens
             self._fail(ApiError(status, output.error or message, retry_s=retry_s, reason=reason))
             return
         tokens = choice.add(output)
@@ -235,6 +242,7 @@ class Generation:
 
     def _refused(self, error: ApiError) -> None:
         """The engine has not begun a request."""
+        self._is_refused = not self.completion_tokens
         is_unknown = error.status == HTTPStatus.NOT_FOUND
         unknown = unknown_model(self.requests[0].adapter or "", [self._remote.welcome.model])
         self._fail(unknown if is_unknown else renamed(error, self._names()))

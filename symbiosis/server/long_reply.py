@@ -46,7 +46,7 @@ class GenerationReply:
     @property
     def _total(self) -> int:
         """How many tokens it took."""
-        return self._generation.prompt_tokens + self._generation.completion_tokens
+        return self._generation.total_tokens
 
     @abstractmethod
     async def _whole(self, writer: SseWriter) -> None:

@@ -106,7 +106,7 @@ async def completions(
     cut = front.prompts.cut(body)
     given, adapter = front.prompts.several(body.prompt, cut=cut), await front.adapter(tenant, body.model)
     most = 16 if body.max_tokens is None else body.max_tokens
-    with front.admitted(tenant, body, len(given), most) as admission:
+    with front.admitted(tenant, body, len(given), most, "n" if body.n > 1 else "prompt") as admission:
         choices = len(given) * body.n
         made = await front.made(
             request, tenant, size, choices, lambda: _completion(front, admission, body, given, cut, adapter)

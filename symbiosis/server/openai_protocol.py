@@ -321,8 +321,9 @@ def _named(text: str, field: str, kind: Any) -> ApiError:
     """Return an error that names the field."""
     if not field and NO_OBJECT.fullmatch(text):
         return wrong("the body is not a JSON object")
-    if found := re.search(r"unknown field `(.*?)`", text):
-        return wrong(f"unrecognized request argument: {found[1][:100]}", found[1][:100])
+    if found := re.search(r"unknown field `(.*?)`(?: - at `\$\.?([\w.\[\]]+)`)?", text):
+        name = ".".join(filter(None, [field, found[2], found[1][:100]])).replace(".[", "[")
+        return wrong(f"unrecognized request argument: {name}", name)
     if found := re.search(r"missing required field `(.*?)`", text):
         return wrong(f"{field and f'{field}: '}the argument {found[1]} is missing", field or found[1])
     found = re.search(r"at `\$\.?([\w.\[\]]+)`", text)

@@ -1,9 +1,11 @@
 """Vectors and classes of texts, computed beside completions, are those that transformers and PEFT make of each text alone."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +186,33 @@ def test_a_head_with_another_bias_is_refused(engine: Engine, tmp_path: Path, bia
     save_file(load_file(file) | {"base_model.model.score.bias": bias}, file)
     with pytest.raises(AdapterError, match="its classification head is 3 x 64 with a bias of"):
         engine.add("biased", folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda tensors, config: tensors.pop("base_model.model.score.weight"), "it lacks its classification head"),
+        (
+            lambda tensors, config: tensors.update({"base_model.model.classifier.weight": torch.zeros(2, 64)}),
+            "it has two classification heads",
+        ),
+        (lambda tensors, config: config.update(task_type="WHATEVER"), "its task_type is WHATEVER"),
+        (lambda tensors, config: config.update(task_type=["SEQ_CLS"]), "its task_type is"),
+    ],
+    ids=["no head", "two heads", "no task", "a list of tasks"],
+)
+def test_a_classifier_that_is_none_is_refused(
+    engine: Engine, tmp_path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], Any], told: str
+) -> None:
+    torch.manual_seed(0)
+    folder, _ = saved(LlamaForSequenceClassification(deepcopy(CONFIG)).eval(), lora(TaskType.SEQ_CLS), tmp_path)
+    file, described = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors, config = load_file(file), json.loads(described.read_text())
+    change(tensors, config)
+    save_file(tensors, file)
+    described.write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match=told):
+        engine.add("none", folder)
 
 
 def test_figures_count_vectors(engine: Engine) -> None:

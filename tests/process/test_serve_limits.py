@@ -48,6 +48,7 @@ def continued(**fields: Any) -> dict[str, Any]:
 REFUSED: dict[str, tuple[dict[str, Any], int, str | None]] = {
     "echoes beyond what the key may have": ({**SHORT, "prompt": [[97] * 300] * 2000, "echo": True, "n": 2}, 400, "n"),
     "more completions than anybody has": ({**SHORT, "prompt": ["a"] * 100, "n": 128}, 400, "n"),
+    "more prompts than the key may have": ({**SHORT, "prompt": ["a"] * 100}, 400, "prompt"),
     "a continuation of very many tokens": (continued(tokens=[[97] * 500_000]), 400, "continuation"),
     "a continuation of no tokens of the model": (continued(tokens=[[2**70]]), 400, "continuation"),
     "a continuation whose time is no time": (continued(created=2**70), 400, "continuation"),
@@ -99,7 +100,10 @@ def test_a_key_that_owes_tokens_sends_no_body(api: Api) -> None:
 
 
 def test_a_key_gets_no_more_once_it_has_had_its_tokens_of_the_day(api: Api) -> None:
-    """What it did not use of what it reserved is given back; it is told and counted."""
+    """What it did not use of what it reserved is given back; it is told and counted. Of what is refused nothing was computed, and it costs nothing."""
+    long = {**SHORT, "prompt": [97] * 90}
+    for wrong, status in (({"model": "nobody"}, 404), ({"structured_outputs": {"regex": "("}}, 400)):
+        assert post(api, {**long, **wrong}, key="daily").status_code == status
     for length in (40, 40, 40):  # 42 each, of which most fit into 100
         answer = post(api, {**SHORT, "prompt": [97] * length, "ignore_eos": True}, key="daily")
         assert answer.status_code == 200, answer.text

@@ -143,8 +143,11 @@ def test_nobody_chooses_a_tool_where_there_are_none(choice: Any) -> None:
     [
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"shape": 1}}, "shape"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "lang": "x"}}}, "lang"),
+        ({"stream": True, "stream_options": {"shape": 1}}, "stream_options.shape"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "lang": "x"}}},
+            "response_format.json_schema.lang",
+        ),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"verbosity": "loud"}, "verbosity"),

@@ -332,3 +332,29 @@ def test_who_has_no_limit_owes_nothing(file: Path) -> None:
             long.end(used=10)
     anna.admit(1, clock.now, tokens=10).end()
     assert anna.tokens.per_s == 100
+
+
+def test_a_key_whose_line_comes_back_goes_on_from_where_it_was(file: Path) -> None:
+    """Such as one of a file that is written in two pieces."""
+    clock, today = Clock(), Clock()
+    write_secret(file, "anna sk-anna-1234 requests=2 tokens_per_day=50\nbert sk-bert-1234\n")
+    keys = Keys(file, clock, today)
+    anna = keys.tenant("Bearer sk-anna-1234")
+    anna.admit(1, clock(), 60).end(used=60)
+    for text in ("bert sk-bert-1234\n", "bert sk-bert-1234\nanna sk-anna-5678 requests=2 tokens_per_day=50\n"):
+        write_secret(file, text)
+        clock.now += 2.0
+        if "anna" not in text:
+            with refused(401):
+                keys.tenant("Bearer sk-anna-1234")
+    assert keys.tenant("Bearer sk-anna-5678") is anna
+    with refused(429):
+        anna.admit(1, clock())
+
+
+@pytest.mark.parametrize("wrong", ["requests=0", "tokens_per_s=0", "tokens_per_day=00", "requests=1 requests=5"])
+def test_a_limit_that_lets_nothing_in_or_comes_twice_is_refused(file: Path, wrong: str) -> None:
+    """An operator who means to lock a key out would open it."""
+    write_secret(file, f"anna sk-anna-1234 {wrong}\n")
+    with pytest.raises(ConfigError, match="lets nothing in|twice"):
+        read_keys(file)

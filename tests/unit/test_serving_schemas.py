@@ -245,7 +245,7 @@ def test_what_a_text_follows_is_asked_by_vllms_names_too(name: str) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs"),
         ({"structured_outputs": {"json": [1]}}, "structured_outputs"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),

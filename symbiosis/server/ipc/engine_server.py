@@ -48,7 +48,8 @@ if TYPE_CHECKING:  # it imports torch
 logger = logging.getLogger("symbiosis")
 tracebacks = Tracebacks()
 
-PATH = re.compile(r"(?<![\w./])(?:local://)?/(?!v1/)[^\s'\",;()]+")
+# but for those of HTTP: "see GET /v1/models", "ask POST /classify"
+PATH = re.compile(r"(?<![\w./])(?<!GET )(?<!POST )(?:local://)?/(?!v1/)[^\s'\",;()]+")
 MOST_UNREAD = 500_000  # outputs
 MOST_REFUSED = 4096  # adapters whose refusals are logged once; beyond so many, they are logged again
 # which the other process may call, and what is told of their results

@@ -23,8 +23,8 @@ class ClassificationHead:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def without_head(weights: AdapterWeights, width: int) -> tuple[AdapterWeights, ClassificationHead | None]:
-    """Return what an adapter of PEFT's SEQ_CLS does within the model, and its classification head, if it has one.
+def without_head(weights: AdapterWeights, width: int) -> tuple[AdapterWeights, ClassificationHead]:
+    """Return what an adapter of PEFT's SEQ_CLS does within the model, and its classification head. Raises `AdapterError` if it has none.
 
     Args:
         width: Of the model's hidden states.
@@ -33,10 +33,15 @@ def without_head(weights: AdapterWeights, width: int) -> tuple[AdapterWeights, C
     for name in list(tensors):
         head, _, leaf = name.removeprefix(PREFIX).rpartition(".")
         if head in HEADS and leaf in ("weight", "bias"):
+            if leaf in found:
+                raise AdapterError(f"it has two classification heads, {' and '.join(HEADS)}: save it with one")
             found[leaf] = tensors.pop(name)
     weight, bias = found.get("weight"), found.get("bias")
     if weight is None:
-        return weights, None
+        raise AdapterError(
+            f"it lacks its classification head ({' or '.join(HEADS)}), which PEFT saves with task_type SEQ_CLS: save it as PEFT does, or with "
+            "task_type CAUSAL_LM if it is to write texts"
+        )
     if (
         weight.dim() != 2
         or weight.shape[1] != width

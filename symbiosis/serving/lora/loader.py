@@ -33,6 +33,7 @@ from symbiosis.serving.runner.model_runner import ModelRunner
 from symbiosis.text import shown
 
 PROMPTS = ("PROMPT_TUNING", "P_TUNING")
+TASKS = None, "CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION", "SEQ_2_SEQ_LM"  # the last does what the first does
 
 
 NOT_DIVIDED = (
@@ -136,6 +137,10 @@ class Loader:
         if self.served.divide_adapter is not None:
             return self._loaded(name, weights, version, is_known)
         task, head = weights.config.get("task_type"), None
+        if task not in TASKS:
+            raise AdapterError(
+                f"its task_type is {str(task)[:60]}, of which nothing is served: here are {', '.join(map(str, TASKS[1:]))} and none"
+            )
         if task == "FEATURE_EXTRACTION":
             weights = as_causal(weights, self.base.model)
         elif task == "SEQ_CLS":
