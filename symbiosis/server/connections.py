@@ -10,6 +10,7 @@ import socket
 import sys
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -22,6 +23,7 @@ HEAD_S = 20  # from a connection's beginning, or its last answer, to the end of 
 STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
 MOST_HEAD = 32 << 10  # bytes of a head, and of what follows a body in chunks
 MOST_WAITING = 4096  # connections on which no request is under way
+COUNT = b"x-symbiosis-tokens"  # a header with which a front end asks what an answer takes, and a server tells it
 NO_REQUEST = "this is no HTTP request"
 TOO_LONG = f"the head of a request has at most {MOST_HEAD} bytes, and so has what follows a body"
 
@@ -104,6 +106,12 @@ class HttpConnection(H11Protocol):
     def send_piece(self, body: bytes) -> None:
         """Send a piece of a chunked answer, past the layers of the application."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def send_count(self, tokens: int) -> None:
+        """Tell how many tokens an answer takes by now, in an informational response, before its head."""
+        if self.conn.our_state is h11.SEND_RESPONSE and not self.transport.is_closing():
+            told = h11.InformationalResponse(status_code=102, headers=[(COUNT, b"%d" % tokens)], reason=b"Processing")
+            self.transport.write(self.conn.send(told) or b"")
 
 
 def server_of(app: ASGIApp, observer: Observer, listeners: list[socket.socket], graceful_s: float) -> uvicorn.Server:

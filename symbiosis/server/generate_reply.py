@@ -9,13 +9,13 @@ from symbiosis.server.api_errors import ApiError
 from symbiosis.server.generate_protocol import Parameters
 from symbiosis.server.generation import Delta, Generation
 from symbiosis.server.json_pieces import LongList, json_pieces
-from symbiosis.server.long_reply import TOTAL, GenerationReply
+from symbiosis.server.long_reply import GenerationReply
 from symbiosis.server.response_format import Fields, finite, told_prompt
 from symbiosis.server.sse import EVENTS, JSON, SseWriter
 from symbiosis.serving.engine.detokenize import special_tokens, text_of
 from symbiosis.serving.request import Token
 
-COUNTS = (b"x-prompt-tokens", b"x-generated-tokens", TOTAL)  # headers, as LoRAX has them
+COUNTS = (b"x-prompt-tokens", b"x-generated-tokens", b"x-total-tokens")  # headers, as LoRAX has them
 
 
 class GenerateReply(GenerationReply):
@@ -39,7 +39,7 @@ class GenerateReply(GenerationReply):
 
     async def _whole(self, writer: SseWriter) -> None:
         whole = Delta(0)
-        async for deltas in self._generation.deltas():
+        async for deltas in self._deltas(writer):
             for delta in deltas:
                 self._read(delta)
                 whole.tokens.extend(delta.tokens)
@@ -65,7 +65,7 @@ class GenerateReply(GenerationReply):
                 if not writer.has_begun:
                     await writer.start(EVENTS)
                 for delta in deltas:
-                    await writer.take(map(self._event, self._parts(delta)))
+                    await writer.take([*self._tally(), *map(self._event, self._parts(delta))])
                     if self._generation.held is not None:
                         self._generation.let_go(delta)
         except ApiError as error:

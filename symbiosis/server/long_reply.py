@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 
@@ -19,7 +19,7 @@ from symbiosis.server.sse import EVENTS, JSON, SseWriter
 
 FEW = 16  # choices, whose events are made together
 DONE = b"data: [DONE]\n\n"
-TOTAL = b"x-total-tokens"
+COUNTED = b": total_tokens "  # begins a comment in a stream, for a front end: what the answer takes by then
 
 
 class GenerationReply:
@@ -31,11 +31,14 @@ class GenerationReply:
 
     def __init__(self, generation: Generation, is_stream: bool, done: Callable[[int], None]) -> None:
         self._generation, self._is_stream, self._done = generation, is_stream, done
+        self._counts = False  # whether a front end is told in the stream what it takes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(until_hung_up(receive))
         watch.add_done_callback(lambda _: self._generation.end())
         writer = SseWriter(send, scope)
+        self._counts = writer.counts
+        writer.count(self._total)
         try:
             await (self._stream(writer) if self._is_stream else self._whole(writer))
         finally:
@@ -47,6 +50,16 @@ class GenerationReply:
     def _total(self) -> int:
         """How many tokens it took."""
         return self._generation.total_tokens
+
+    async def _deltas(self, writer: SseWriter) -> AsyncIterator[list[Delta]]:
+        """Yield what comes for an answer that is given whole, and tell a front end what it takes by then."""
+        async for deltas in self._generation.deltas():
+            writer.count(self._total)
+            yield deltas
+
+    def _tally(self) -> tuple[bytes, ...]:
+        """Return the comment that goes before events of a stream, if a front end is to be told what they take."""
+        return (b"%b%d\n\n" % (COUNTED, self._total),) if self._counts else ()
 
     @abstractmethod
     async def _whole(self, writer: SseWriter) -> None:
@@ -62,16 +75,12 @@ class LongReply(GenerationReply):
 
     Args:
         body: Whether it is a stream, whose events may tell the usage of their choice so far, as vLLM's do; and what another server has told of it.
-        tells_total: Whether a header, or a comment at the end of a stream, tells a front end how many tokens it took.
     """
 
-    def __init__(
-        self, generation: Generation, words: Words, body: Body, done: Callable[[int], None], tells_total: bool = False
-    ) -> None:
+    def __init__(self, generation: Generation, words: Words, body: Body, done: Callable[[int], None]) -> None:
         super().__init__(generation, bool(body.stream), done)
         self._words, self._body = words, body
         self._head = words.head(words.chunk_kind if body.stream else words.kind)
-        self._tells_total = tells_total and body.continuation is None  # else all tokens are told
         options = body.stream_options
         self._wants_usage = bool(options and options.include_usage)
         self._tells_usage = bool(self._wants_usage and options and options.continuous_usage_stats)
@@ -79,11 +88,11 @@ class LongReply(GenerationReply):
     async def _whole(self, writer: SseWriter) -> None:
         """Answer with all choices, each by its number."""
         whole = [Delta(number) for number in range(self._generation.choices)]
-        async for deltas in self._generation.deltas():
+        async for deltas in self._deltas(writer):
             for delta in deltas:
                 join(whole[delta.choice], delta)
         if self._generation.is_whole:
-            await writer.start([*JSON, (TOTAL, b"%d" % self._total)] if self._tells_total else JSON)
+            await writer.start(JSON)
             await writer.take(self._pieces(whole), more=False)
 
     def _pieces(self, whole: list[Delta]) -> Iterator[bytes]:
@@ -118,8 +127,7 @@ class LongReply(GenerationReply):
         ending = b""
         if self._wants_usage:
             ending = b'data: %b],"usage":%b}\n\n' % (self._head, msgspec.json.encode(usage(self._generation)))
-        total = b": total_tokens %d\n" % self._total if self._tells_total else b""
-        await writer.take([ending, total, DONE], more=False)
+        await writer.take([ending, DONE], more=False)
 
     def _hand_over(self, writer: SseWriter, read: Callable[[], list[Delta]]) -> bool:
         """Send what is new at once, if that makes nobody wait."""
@@ -141,6 +149,8 @@ class LongReply(GenerationReply):
         """Yield the event of what a choice has gained."""
         if self._body.continuation is not None:
             yield told_tokens(delta)
+        else:
+            yield from self._tally()
         yield from self._event(self._words.part(delta), delta.so_far)
         if self._generation.held is not None:
             self._generation.let_go(delta)

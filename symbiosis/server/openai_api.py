@@ -218,7 +218,7 @@ def _reply(
         front.hold(generation, admission)
     admission.reserve(generation.prompt_tokens + generation.completion_tokens + generation.most_tokens)
     generation.begin()
-    return LongReply(generation, words, body, admission.end, tells_total=front.options.server is not None)
+    return LongReply(generation, words, body, admission.end)
 
 
 @takes(ResponsesBody)

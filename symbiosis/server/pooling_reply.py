@@ -34,7 +34,7 @@ class PoolingReply(GenerationReply):
 
     async def _whole(self, writer: SseWriter) -> None:
         vectors = [b""] * self._generation.choices
-        async for deltas in self._generation.deltas():
+        async for deltas in self._deltas(writer):
             for delta in deltas:
                 vectors[delta.choice] = delta.vector
         if self._generation.is_whole:

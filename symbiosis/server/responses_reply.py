@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -100,7 +101,7 @@ class ResponsesReply(GenerationReply):
 
     async def _whole(self, writer: SseWriter) -> None:
         finish = None
-        async for deltas in self._generation.deltas():
+        async for deltas in self._deltas(writer):
             for delta in deltas:
                 finish = delta.finish
                 for _ in self._events(delta):
@@ -117,13 +118,14 @@ class ResponsesReply(GenerationReply):
                     await self._begin(writer)
                 for delta in deltas:
                     finish = delta.finish
-                    await writer.take(self._written(kind, fields) for kind, fields in self._events(delta))
+                    told = (self._written(kind, fields) for kind, fields in self._events(delta))
+                    await writer.take(chain(self._tally(), told))
         except ApiError as error:
             if not writer.has_begun:
                 raise
             error.note()
-            told = {name: error.body["error"][name] for name in ("code", "message", "param")}
-            await writer.take([self._written("error", told)], more=False)
+            failed = {name: error.body["error"][name] for name in ("code", "message", "param")}
+            await writer.take([self._written("error", failed)], more=False)
             return
         if not self._generation.is_whole:
             return
@@ -188,7 +190,7 @@ class ResponsesReply(GenerationReply):
             "store": body.store is not False, "temperature": 1.0 if body.temperature is None else body.temperature, "text": {"format": format, "verbosity": body.text.verbosity if body.text else None},
             "tool_choice": choice if isinstance(choice, str) else msgspec.to_builtins(choice), "tools": tools,
             "top_p": 1.0 if body.top_p is None else body.top_p, "truncation": "disabled", "user": body.user,
-            "usage": None,  # the last one: front ends of clusters look for it there
+            "usage": None,
         }  # fmt: skip
 
 

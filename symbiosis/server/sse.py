@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from starlette.types import Receive, Scope, Send
 
-from symbiosis.server.connections import HttpConnection
+from symbiosis.server.connections import COUNT, HttpConnection
 
 PIECE = 1 << 16  # bytes that are sent at once
 Headers = list[tuple[bytes, bytes]]
@@ -19,10 +19,16 @@ class SseWriter:
     def __init__(self, send: Send, scope: Scope) -> None:
         self._send, self._is_sending, self.has_begun = send, False, False
         self._connection: HttpConnection | None = scope.get("state", {}).get("connection")
+        self.counts = any(name == COUNT for name, _ in scope.get("headers", ()))  # for a front end, which asks so
 
     async def start(self, headers: Headers, status: int = 200) -> None:
         self.has_begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def count(self, tokens: int) -> None:
+        """Tell a front end how many tokens an answer takes by now that has not begun."""
+        if self.counts and self._connection is not None and not self.has_begun:
+            self._connection.send_count(tokens)
 
     async def take(self, pieces: Iterable[bytes], more: bool = True) -> None:
         """Send pieces, many small ones at once. Large ones are made when those before are sent, and others run between them."""

@@ -24,14 +24,17 @@ PER_S, PROMPT = 1000, 100  # tokens
 HEAD = b"HTTP/1.1 %b\r\n\r\n"
 STREAM = HEAD % b"200 OK" + b': 0 17 4 .\ndata: {"choices":[{"index":0,"text":"ab"}]}\n\n'
 
-EVENT = b'event: response.completed\ndata: {"response":{"user":null,"usage":{"total_tokens":%b\n\n'
-RESPONSE = HEAD % b"200 OK\r\nContent-Type: text/event-stream" + EVENT % b'0}},"tools":[{"total_tokens":0}}'
+COUNTED = HEAD % b"102 Processing\r\nX-Symbiosis-Tokens: 300"
+EVENTS = HEAD % b"200 OK\r\nContent-Type: text/event-stream"
+EVENT = b'data: {"response":{"usage":{"total_tokens":0}}}\n\n'
+RESPONSE = EVENTS + EVENT
 
 
 RUN = f"{new_session_id('s')}:train:0"
-RUN_STREAM = HEAD % b"200 OK\r\nContent-Type: text/event-stream" + b'data: {"choices":[]}\n\n'
-RUN_WHOLE = HEAD % b"200 OK\r\nX-Total-Tokens: 7" + b'{"usage":{"total_tokens":7},"prompt_token_ids":null}'
-GOES_ON = (b"", STREAM, RESPONSE, RUN_STREAM)  # answers that do not end
+RUN_STREAM = EVENTS + b'data: {"choices":[]}\n\n'
+RUN_WHOLE = HEAD % b"102 Processing\r\nX-Symbiosis-Tokens: 7" + HEAD % b"200 OK" + b'{"usage":{"total_tokens":0}}'
+COUNTED_STREAM, COUNTED_RESPONSE = COUNTED + STREAM, COUNTED + EVENTS + b": total_tokens 309\n\n" + EVENT
+GOES_ON = (b"", COUNTED, STREAM, RESPONSE, RUN_STREAM, COUNTED_STREAM, COUNTED_RESPONSE)  # answers that do not end
 
 
 @asynccontextmanager
@@ -50,7 +53,8 @@ async def front_before(
             writer.write(answer)
             await reader.read()
         else:
-            head, _, body = answer.partition(b"\r\n\r\n")
+            head, _, body = answer.removeprefix(COUNTED).rpartition(b"\r\n\r\n")
+            writer.write(COUNTED * answer.startswith(COUNTED))
             writer.write(b"%b\r\nContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
         writer.close()
         await writer.wait_closed()
@@ -112,10 +116,13 @@ def charged(
             client = Client(front, path, asked)
             if state != "ready":
                 await client.until(lambda: front.view.waiting and not stays)
-            elif answer:
+            elif answer not in (b"", COUNTED):
                 await client.until(lambda: client.got and answer in GOES_ON)
             else:
                 await client.until(reached.is_set)
+            if answer == COUNTED:
+                spent = front.keys.tenant(KEY["Authorization"]).day
+                await client.until(lambda: spent.reserved > 300)
             await client.leave()
             tenant = front.keys.tenant(KEY["Authorization"])
             assert not tenant.under_way and not tenant.day.reserved
@@ -133,8 +140,22 @@ def charged(
         (b"", "ready", PROMPT),
         (STREAM, "ready", PROMPT + 2),
         (STREAM + b"data: [DONE]\n\n", "ready", PROMPT + 2),
+        (COUNTED, "ready", 300),
+        (COUNTED_STREAM, "ready", 302),
+        (COUNTED_STREAM + b"data: [DONE]\n\n", "ready", 302),
+        (COUNTED + HEAD % b"400 Bad Request" + b'{"error":{}}', "ready", 0),
     ],
-    ids=["refused", "left while it waited", "left before the first token", "left later", "answered"],
+    ids=[
+        "refused",
+        "left while it waited",
+        "left before the first token",
+        "left later",
+        "answered",
+        "counted",
+        "counted and left",
+        "counted and answered",
+        "counted and refused",
+    ],
 )
 def test_a_prompt_costs_something_once_a_server_has_it(answer: bytes, state: str, tokens: int, tmp_path: Path) -> None:
     assert charged(answer, state, tmp_path) == tokens
@@ -145,13 +166,23 @@ def test_a_prompt_costs_something_once_a_server_has_it(answer: bytes, state: str
     [
         (HEAD % b"400 Bad Request" + b'{"error":{}}', "ready", 0, 0),
         (b"", "starting", 0, 0),
-        (b"", "ready", PROMPT + 50, PROMPT + 100),
-        (RESPONSE, "ready", PROMPT + 50, PROMPT + 100),
-        (RESPONSE + EVENT % b"7}}}", "ready", 7, 7),
+        (b"", "ready", PROMPT, PROMPT + 50),
+        (RESPONSE, "ready", PROMPT, PROMPT + 50),
+        (COUNTED, "ready", 300, 300),
+        (COUNTED_RESPONSE, "ready", 309, 309),
+        (COUNTED_RESPONSE + b": total_tokens 350\n\n" + EVENT, "ready", 350, 350),
     ],
-    ids=["refused", "left while it waited", "left before the first token", "left later", "answered"],
+    ids=[
+        "refused",
+        "left while it waited",
+        "left before it was counted",
+        "not counted",
+        "left before the first token",
+        "left later",
+        "answered",
+    ],
 )
-def test_a_response_costs_what_was_reserved_unless_it_has_told_its_usage(
+def test_a_response_costs_what_its_server_tells(
     answer: bytes, state: str, least: int, most: int, tmp_path: Path
 ) -> None:
     asked = {"input": "abcd" * PROMPT, "max_output_tokens": 50}
@@ -167,8 +198,8 @@ def test_what_finds_no_room_costs_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     ("answer", "least", "most"),
     [
         (HEAD % b"400 Bad Request" + b'{"error":{}}', 0, 0),
-        (RUN_STREAM, PROMPT + 50, PROMPT + 100),
-        (RUN_STREAM + b": total_tokens 9\ndata: [DONE]\n\n", 9, 9),
+        (RUN_STREAM, PROMPT, PROMPT),
+        (RUN_STREAM + b": total_tokens 9\n\ndata: [DONE]\n\n", 9, 9),
         (RUN_WHOLE, 7, 7),
     ],
     ids=["refused", "left", "stream", "whole"],

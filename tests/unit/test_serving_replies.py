@@ -10,9 +10,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from symbiosis.base.fair_share import FairShare, Lease
-from symbiosis.cluster.router.forward import TAIL, AnswerEnd
-from symbiosis.cluster.router.response_requests import tokens_used
+from symbiosis.cluster.placement import RoutingRequest
+from symbiosis.cluster.router.forward import Forward
 from symbiosis.server.api_errors import ApiError
+from symbiosis.server.connections import COUNT
 from symbiosis.server.generation import Choice, Delta, Generation
 from symbiosis.server.ipc.engine_ipc import ReceivedOutput
 from symbiosis.server.json_pieces import json_pieces
@@ -206,11 +207,12 @@ def test_long_tables_of_log_probabilities_are_made_in_pieces(kind: str) -> None:
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_response_ends_with_its_usage(streams: bool) -> None:
-    """Front ends of a cluster count its tokens by it, and by nothing that a client has written."""
+def test_a_front_end_counts_what_the_server_tells(streams: bool) -> None:
+    """Of a stream, however it is cut, in comments that its reader does not see; and nothing that a client has written."""
     tokenizer, sent, kept = bytes_tokenizer(), list[bytes](), list[Fields]()
     like_usage = {"usage": {"total_tokens": 0}}
     schema = msgspec.Raw(msgspec.json.format(msgspec.json.encode(like_usage), indent=2).replace(b"{", b"{\n\n"))
+    schema = msgspec.Raw(bytes(schema).replace(b"0", b'"\\n\\n: total_tokens 99\\n\\n"'))
     body = ResponsesBody(
         model="m", input="x", user="u" * 512, stream=streams, tools=[FunctionTool("function", "f", like_usage)],
         text=TextConfig(TextFormat("json_schema", schema, "n")),
@@ -225,15 +227,18 @@ def test_a_response_ends_with_its_usage(streams: bool) -> None:
         generation.begin()
         remote.take(Output(request=1, tokens=(Token(65),) * 3, finish=Finish.LENGTH))
         words = ChatWords("m", tokenizer, False)
-        await ResponsesReply(generation, words, body, kept.append, lambda used: None)({}, asyncio.Future, send)
+        scope = {"headers": [(COUNT, b"?")]}
+        await ResponsesReply(generation, words, body, kept.append, lambda used: None)(scope, asyncio.Future, send)
 
     asyncio.run(asyncio.wait_for(run(), 60))
     answer = b"".join(sent)
-    assert kept[0]["user"] == body.user and tokens_used(AnswerEnd(answer[-TAIL:]), 99) == 5
-    if streams:
-        *events, end = answer.split(b"\n\n")
-        assert not end and all(event.startswith(b"event: response.") for event in events)
-        assert all(tokens_used(AnswerEnd(event + b"\n\n"), 99) == 99 for event in events[:-1])
+    assert kept[0]["user"] == body.user and answer.count(b"\n\n: total_tokens 5\n\n") == streams
+    for size in (1, 2, 7, len(answer)):
+        counts = list[int]()
+        forward = Forward(None, None, RoutingRequest(model="m"), counts.append, counts.append)  # type: ignore[arg-type]
+        pieces = [b"".join(forward._counted(answer[at : at + size])) for at in range(0, len(answer), size)]
+        assert counts == [5] * streams
+        assert b"".join(pieces) == answer.replace(b": total_tokens 5\n\n", b"", streams)
 
 
 async def _stopped() -> Remote:

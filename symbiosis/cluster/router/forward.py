@@ -14,15 +14,15 @@ from symbiosis.cluster.router.server_registry import InFlight, ServerRegistry
 from symbiosis.cluster.router.upstream import Lost, Upstream
 from symbiosis.server.api_errors import ApiError
 from symbiosis.server.bodies import until_hung_up
-from symbiosis.server.long_reply import TOTAL
+from symbiosis.server.long_reply import COUNTED
 from symbiosis.server.sse import SseWriter, in_pieces
 
 logger = logging.getLogger("symbiosis")
 
 AWAY = "the server that has this does not answer now: ask again, it is being started"
-STREAMS = (b"text/event-stream", b"application/octet-stream")  # which are handed on piece by piece
+EVENTS = b"text/event-stream"
+STREAMS = (EVENTS, b"application/octet-stream")  # which are handed on piece by piece
 WHOLE = 1 << 20  # bytes: what is longer is handed on piece by piece, too
-TAIL = 1 << 10  # bytes: they hold the usage of an answer, which is its last field
 
 
 class ForwardedRequest(NamedTuple):
@@ -34,18 +34,12 @@ class ForwardedRequest(NamedTuple):
     body: bytes
 
 
-class AnswerEnd(NamedTuple):
-    """What is known of an answer at its end."""
-
-    tail: bytes  # of a stream up to the end of an event
-    tokens: int | None = None  # that it took, as its headers say
-
-
 class Forward:
     """The answer of a server to a request.
 
     Args:
-        done: Called at the end of the answer. None: no server took the request.
+        done: Called at the end of the answer, with whether a server took the request.
+        count: Called as often as the server tells how many tokens it takes.
     """
 
     def __init__(
@@ -53,13 +47,17 @@ class Forward:
         view: ServerRegistry,
         sent: ForwardedRequest,
         wish: RoutingRequest,
-        done: Callable[[AnswerEnd | None], object],
+        done: Callable[[bool], object],
+        count: Callable[[int], object] = lambda _: None,
     ) -> None:
-        self._view, self._sent, self._done = view, sent, done
+        self._view, self._sent, self._done, self._count = view, sent, done, count
         self._flight = InFlight(wish, self._move)
         self._answer: Upstream | None = None
-        self._tail, self._was_let_in = b"", False
-        self._tokens: int | None = None
+        self._was_let_in = False
+        self._rest, self._is_within = (
+            b"",
+            False,
+        )  # what may be the beginning of a comment; whether an event has begun before it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.create_task(self._run(SseWriter(send, scope), scope))
@@ -72,7 +70,7 @@ class Forward:
             left.cancel()
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
-            self._done(AnswerEnd(self._tail, self._tokens) if self._was_let_in else None)
+            self._done(self._was_let_in)
 
     def _move(self, why: str) -> None:
         """The server is gone; or it is to take nothing new, and finishes this."""
@@ -108,27 +106,38 @@ class Forward:
 
     async def _hand_on(self, writer: SseWriter, url: str) -> None:
         sent = self._sent
-        answer = self._answer = await Upstream.ask(url, sent.method, sent.target, sent.headers, sent.body)
+        answer = self._answer = await Upstream.ask(url, sent.method, sent.target, sent.headers, sent.body, self._count)
         try:
             await answer.head()
         except asyncio.CancelledError:  # the server may be at the prompt
             self._was_let_in = not answer.status
             raise
         self._was_let_in = answer.status == HTTPStatus.OK
-        self._tokens = int(told) if (told := answer.headers.get(TOTAL)) else None
         headers = [(name, value) for name, value in answer.headers.items() if name in KEPT]
-        is_stream = answer.headers.get(b"content-type", b"").partition(b";")[0] in STREAMS
-        first = b"" if is_stream else await answer.whole(WHOLE)  # before anything is said
+        media = answer.headers.get(b"content-type", b"").partition(b";")[0]
+        first = b"" if media in STREAMS else await answer.whole(WHOLE)  # before anything is said
         await writer.start(headers, answer.status)
-        last = first[-TAIL:]
-        try:
-            await writer.take(in_pieces(first))
-            while piece := await answer.piece():
-                last = (last + piece[-TAIL:])[-TAIL:]
-                await writer.take([piece])
-        finally:
-            self._tail = b"".join(last.rpartition(b"\n\n")[:2]) if is_stream else last
-        await writer.take([], more=False)
+        await writer.take(in_pieces(first))
+        while piece := await answer.piece():
+            await writer.take(self._counted(piece) if media == EVENTS else [piece])
+        await writer.take([self._rest], more=False)
+
+    def _counted(self, piece: bytes) -> list[bytes]:
+        """Return a piece of a stream of events, without the comments by which the server tells what they take."""
+        *ended, last = (self._rest + piece).split(b"\n\n")
+        told = list[bytes]()
+        for event in ended:
+            if not self._is_within and event.startswith(COUNTED):
+                self._count(int(event.removeprefix(COUNTED)))
+            else:
+                told.append(event + b"\n\n")
+            self._is_within = False
+        if not self._is_within and last.startswith(COUNTED[: len(last)]):
+            self._rest = last
+            return told
+        self._is_within, goes = True, last.removesuffix(b"\n")
+        self._rest = last[len(goes) :]
+        return [*told, goes]
 
 
 def _away() -> ApiError:

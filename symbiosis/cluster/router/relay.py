@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from symbiosis.base.fair_share import Lease
 from symbiosis.cluster.placement import RoutingRequest, State
+from symbiosis.cluster.router.bill import Bill
 from symbiosis.cluster.router.completion_fields import CompletionFields
 from symbiosis.cluster.router.joined_answer import JoinedAnswer
 from symbiosis.cluster.router.progress import DONE, FAILED, Progress
@@ -68,7 +69,8 @@ class Relay:
         admission: Admission,
     ) -> None:
         self._view, self._path, self._headers, self._asked, self._held = view, path, headers, asked, held
-        self._flight, self._admission, self._record = InFlight(wish, self._move), admission, this_request()
+        self._flight, self._record = InFlight(wish, self._move), this_request()
+        self._bill = Bill(admission, asked.tokens, asked.most_tokens)
         id = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{self._record.id}"
         self._progress = Progress(asked.continuation or Continuation(id, int(time.time())), asked.sequences)
         # The seed is given here, so that another server draws the same, and the model, because it may have been asked for by another name.
@@ -98,7 +100,7 @@ class Relay:
         finally:
             self._is_over = True
             watch.cancel()
-            self._admission.end(self._asked.tokens * self._was_let_in + self._progress.count)
+            self._bill.end(self._was_let_in, self._progress.count)
 
     async def _run(self, writer: SseWriter) -> None:
         """Go from server to server until all is answered."""
@@ -155,7 +157,7 @@ class Relay:
         body = self._asked.body(**self._more, **({"continuation": self._progress.told} if self._goes_on else {}))
         try:
             headers = {"Content-Type": "application/json", **self._headers}
-            self._answer = await Upstream.ask(server.url, "POST", self._path, headers, body)
+            self._answer = await Upstream.ask(server.url, "POST", self._path, headers, body, self._bill.count)
             await self._answer.head()
             self._was_let_in |= self._answer.status == HTTPStatus.OK
             if self._answer.status == HTTPStatus.OK and self._goes_on:

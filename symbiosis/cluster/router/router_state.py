@@ -9,13 +9,14 @@ from starlette.requests import Request
 
 from symbiosis.base.fair_share import FairShare, Lease
 from symbiosis.cluster.placement import RoutingRequest, State, version_of
+from symbiosis.cluster.router.bill import Bill
 from symbiosis.cluster.router.cluster_page import ClusterPage
-from symbiosis.cluster.router.completion_fields import CompletionFields, with_fields
-from symbiosis.cluster.router.forward import AnswerEnd, Forward, ForwardedRequest
+from symbiosis.cluster.router.completion_fields import BYTES_PER_TOKEN, CompletionFields, with_fields
+from symbiosis.cluster.router.forward import Forward, ForwardedRequest
 from symbiosis.cluster.router.generate_requests import GenerateFields
 from symbiosis.cluster.router.pooling_requests import PoolingFields
 from symbiosis.cluster.router.relay import Relay, no_room
-from symbiosis.cluster.router.response_requests import ResponseFields, tokens_used, wish_of_text
+from symbiosis.cluster.router.response_requests import ResponseFields, wish_of_text
 from symbiosis.cluster.router.server_registry import Seen, ServerRegistry
 from symbiosis.server.api_app import URL_HEADER, ApiState
 from symbiosis.server.api_errors import ApiError, busy, too_many_at_once, unknown_model, wrong
@@ -82,7 +83,7 @@ class RouterState(ApiState):
     def complete_at(self, at: Seen, request: Request, tenant: Tenant, asked: CompletionFields) -> Forward:
         """Return the answer to a completion that one server alone can compute, by a run that it has."""
         wish = self._wish_of(tenant, asked, at.member.model, asked.model)
-        return self._answer_of_one(request, tenant, wish, asked.body(), at)
+        return self._answer_of_one(request, tenant, wish, asked.body(), asked.tokens, at)
 
     def _wish_of(self, tenant: Tenant, asked: CompletionFields, model: str, adapter: str | None) -> RoutingRequest:
         """Return what a completion needs of a server. Raises `ApiError` if it is more than there can be."""
@@ -111,7 +112,7 @@ class RouterState(ApiState):
             raise busy("so many requests of this key wait for their answers", "share_of_key")
         wish = RoutingRequest(model=seen.member.model, sequences=0, tenant=tenant, server=seen.member.number)
 
-        def end(_: AnswerEnd | None) -> None:
+        def end(_: bool) -> None:
             held.end()
             count.end()
 
@@ -126,7 +127,7 @@ class RouterState(ApiState):
                 model = at.member.model
         wish = wish_of_text(model, adapter, tenant.name, len(data), asked.max_output_tokens, self.view.most(model)[1])
         body = data if adapter else with_fields(data, {"model": model})
-        return self._answer_of_one(request, tenant, wish, body, at)
+        return self._answer_of_one(request, tenant, wish, body, len(data) // BYTES_PER_TOKEN, at)
 
     def generate(
         self, request: Request, tenant: Tenant, asked: GenerateFields, data: bytes, at: Seen | None
@@ -134,7 +135,8 @@ class RouterState(ApiState):
         """Return the answer to /generate, of the server that has the run, or of one that has room."""
         model, adapter = self._chosen_at(at, asked.model or self.only_model("adapter_id"))
         wish = wish_of_text(model, adapter, tenant.name, len(data), asked.wanted, self.view.most(model)[1])
-        return self._answer_of_one(request, tenant, wish, data if adapter else asked.body(model), at)
+        body = data if adapter else asked.body(model)
+        return self._answer_of_one(request, tenant, wish, body, len(data) // BYTES_PER_TOKEN, at)
 
     def pool(self, request: Request, tenant: Tenant, asked: PoolingFields, data: bytes, at: Seen | None) -> Forward:
         """Return the answer to a request for vectors, classes or scores of texts."""
@@ -142,7 +144,7 @@ class RouterState(ApiState):
         self._check_sequences(tenant, asked.texts, asked.field)
         wish = asked.wish(model, adapter, tenant.name, self.view.most(model)[0])
         body = data if adapter else with_fields(data, {"model": model})
-        return self._answer_of_one(request, tenant, wish, body, at)
+        return self._answer_of_one(request, tenant, wish, body, asked.tokens, at)
 
     def _chosen_at(self, at: Seen | None, name: str) -> tuple[str, str | None]:
         """Return the model, and the adapter: of the server that has the run of this name, if it is one of a run."""
@@ -163,18 +165,19 @@ class RouterState(ApiState):
         raise wrong(f"name a model: there are {', '.join(map(repr, self.view.told.names))} and adapters", field)
 
     def _answer_of_one(
-        self, request: Request, tenant: Tenant, wish: RoutingRequest, body: bytes, at: Seen | None = None
+        self, request: Request, tenant: Tenant, wish: RoutingRequest, body: bytes, prompt: int, at: Seen | None = None
     ) -> Forward:
-        """Return the answer of one server, which no other goes on with. Who has asked pays for the tokens that it tells at its end.
+        """Return the answer of one server, which no other goes on with. Who has asked pays for the tokens that it tells.
 
         Args:
+            prompt: About how many tokens are read.
             at: The only one that can answer it.
         """
         if at is not None:
             wish = msgspec.structs.replace(wish, server=at.member.number)
         admission, _ = self._admitted(tenant, wish, wish.pages, len(body))
-        sent = sent_of(request, body)
-        return Forward(self.view, sent, wish, lambda end: admission.end(tokens_used(end, wish.pages)))
+        bill = Bill(admission, prompt, max(0, wish.pages - prompt))
+        return Forward(self.view, sent_of(request, body), wish, bill.end, bill.count)
 
     def _admitted(self, tenant: Tenant, wish: RoutingRequest, tokens: int, size: int) -> tuple[Admission, Lease]:
         """Let a request of so many tokens in, with a body of so many bytes, which it holds until it ends."""

@@ -5,6 +5,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ import msgspec
 
 from symbiosis.server.api_app import SECRET_HEADER
 from symbiosis.server.api_errors import ApiError
+from symbiosis.server.connections import COUNT
 
 MOST_UNREAD = 256 << 10  # bytes; the server waits beyond that
 CONNECT_S = 2.0
@@ -23,7 +25,7 @@ CONTROLS = re.compile(
 )  # with which a header would go on as another one, or as another request
 SPLITS = re.compile(r"[\x00-\x20\x7f]")  # ... and a path
 
-_ours: dict[str, str] = {}  # headers of each request
+_ours: dict[str, str] = {COUNT.decode(): "?"}  # headers of each request
 
 
 def show_to_servers(secret: str) -> None:
@@ -40,8 +42,8 @@ class Upstream(asyncio.Protocol):
 
     idle: ClassVar[defaultdict[str, list["Upstream"]]] = defaultdict(list)  # whose connections wait, by server
 
-    def __init__(self, url: str, request: bytes) -> None:
-        self._url, self._request = url, request
+    def __init__(self, url: str, request: bytes, count: Callable[[int], object] | None = None) -> None:
+        self._url, self._request, self._count = url, request, count
         self._may_repeat = False  # over another connection: the server has closed this one before it has read anything
         self.status, self.headers = 0, dict[bytes, bytes]()
         self._parser = httptools.HttpResponseParser(self)
@@ -54,13 +56,16 @@ class Upstream(asyncio.Protocol):
         self._transport: Any = None
 
     @classmethod
-    async def ask(cls, url: str, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> "Upstream":
-        """Send a request. Raises `ApiError` if the path or a header would end where it is not to."""
+    async def ask(
+        cls, url: str, method: str, path: str, headers: dict[str, str], body: bytes = b"", count: Callable[[int], object] | None = None
+    ) -> "Upstream":  # fmt: skip
+        """Send a request. Raises `ApiError` if the path or a header would end where it is not to. `count` gets how many tokens the answer takes, as
+        often as the server tells that before its head."""
         lines = {"Host": urlsplit(url).netloc, "Content-Length": str(len(body)), **_ours, **headers}
         if SPLITS.search(path) or any(CONTROLS.search(word) for line in lines.items() for word in line):
             raise ApiError(400, "the address or a header has characters that it may not have")
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        answer = cls(url, f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+        answer = cls(url, f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body, count)
         answer._loop, waiting = asyncio.get_running_loop(), cls.idle[url]
         while waiting and answer._transport is None:  # the one that was used last
             last = waiting.pop()
@@ -192,7 +197,13 @@ class Upstream(asyncio.Protocol):
         self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        self.status = self._parser.get_status_code()
+        status = self._parser.get_status_code()
+        if status >= HTTPStatus.OK:
+            self.status = status
+            return
+        told, self.headers = self.headers.get(COUNT), {}
+        if told and self._count is not None:
+            self._count(int(told))
 
     def on_body(self, body: bytes) -> None:
         self.unread += body
@@ -201,7 +212,8 @@ class Upstream(asyncio.Protocol):
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
-        self._is_whole, self._may_be_kept = True, self._parser.should_keep_alive()
+        if self.status:  # else it goes on: only what it takes was told
+            self._is_whole, self._may_be_kept = True, self._parser.should_keep_alive()
 
 
 def message_of(body: bytes) -> str:
