@@ -1,6 +1,7 @@
 """The answer to a completion, which may take a while: whole, or as a stream of events. When its reader hangs up, so does the work for it."""
 
 import asyncio
+import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
@@ -17,6 +18,7 @@ from symbiosis.server.openai_protocol import Body
 from symbiosis.server.response_format import Fields, Words, counted, usage
 from symbiosis.server.sse import EVENTS, JSON, SseWriter
 
+COUNT_EVERY_S = 0.1
 FEW = 16  # choices, whose events are made together
 DONE = b"data: [DONE]\n\n"
 COUNTED = b": total_tokens "  # begins a comment in a stream, for a front end: what the answer takes by then
@@ -52,10 +54,14 @@ class GenerationReply:
         return self._generation.total_tokens
 
     async def _deltas(self, writer: SseWriter) -> AsyncIterator[list[Delta]]:
-        """Yield what comes for an answer that is given whole, and tell a front end what it takes by then."""
+        """Yield what comes for an answer that is given whole, and tell a front end now and then, and at the end, what it takes."""
+        told = time.monotonic()
         async for deltas in self._generation.deltas():
-            writer.count(self._total)
+            if (now := time.monotonic()) >= told + COUNT_EVERY_S:
+                writer.count(self._total)
+                told = now
             yield deltas
+        writer.count(self._total)
 
     def _tally(self) -> tuple[bytes, ...]:
         """Return the comment that goes before events of a stream, if a front end is to be told what they take."""
