@@ -10,7 +10,6 @@ import socket
 import sys
 from typing import Any
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -109,9 +108,8 @@ class HttpConnection(H11Protocol):
 
     def send_count(self, tokens: int) -> None:
         """Tell how many tokens an answer takes by now, in an informational response, before its head."""
-        if self.conn.our_state is h11.SEND_RESPONSE and not self.transport.is_closing():
-            told = h11.InformationalResponse(status_code=102, headers=[(COUNT, b"%d" % tokens)], reason=b"Processing")
-            self.transport.write(self.conn.send(told) or b"")
+        if self.cycle is not None and not self.cycle.response_started and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 102 Processing\r\n%b: %d\r\n\r\n" % (COUNT, tokens))
 
 
 def server_of(app: ASGIApp, observer: Observer, listeners: list[socket.socket], graceful_s: float) -> uvicorn.Server:
