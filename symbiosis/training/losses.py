@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import ConfigError
-from symbiosis.text import FEW_LETTERS, shown
+from symbiosis.text import shown
 from symbiosis.training.datum import Datum
 
+LETTERS = 80  # of a name, in an error that is kept with its run
 Custom = Callable[[list[Tensor], list[Datum]], Tensor]
 LOSSES: dict[str, dict[str, float]] = {  # and what may be chosen of each
     "cross_entropy": {},
@@ -25,11 +26,11 @@ def check_loss(kind: str, data: list[Datum], config: Mapping[str, float]) -> Non
     """Refuse a loss that there is not, or data that lack what it needs."""
     if kind not in LOSSES:
         raise ConfigError(
-            f"the losses are {', '.join(LOSSES)}, or a function of one's own; not {shown(kind, FEW_LETTERS)!r}"
+            f"the losses are {', '.join(LOSSES)}, or a function of one's own; not {shown(kind, LETTERS)!r}"
         )
     if unknown := config.keys() - LOSSES[kind].keys():
         known = ", ".join(LOSSES[kind]) or "nothing"
-        raise ConfigError(f"{kind} has no {shown(min(unknown), FEW_LETTERS)}: {known} can be chosen")
+        raise ConfigError(f"{kind} has no {shown(min(unknown), LETTERS)}: {known} can be chosen")
     for name, number in config.items():
         if not isinstance(number, int | float) or not abs(number) < float("inf"):
             raise ConfigError(f"{name} is a number, not {number!r}")

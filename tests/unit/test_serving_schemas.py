@@ -80,8 +80,8 @@ def test_every_parameter_of_the_engines_can_be_asked_for() -> None:
         "logprob_tokens",
     }
     of_trainers = {"scaled_logprobs"}  # of this process: `symbiosis.rollout` asks for it
-    missing = set(Sampling.__struct_fields__) - by_another_name - of_trainers - set(SAME)
-    assert not missing, f"add {missing} to `DrawnBody` or `Body`, and to the tests of bodies"
+    wanted, there = set(Sampling.__struct_fields__) - by_another_name - of_trainers, set(SAME) - by_another_name
+    assert wanted == there, f"add {wanted - there} to `DrawnBody` or `Body`, and to the tests of bodies"
 
 
 def test_the_documents_name_every_parameter() -> None:

@@ -54,10 +54,8 @@ class Forward:
         self._flight = InFlight(wish, self._move)
         self._answer: Upstream | None = None
         self._was_let_in = False
-        self._rest, self._is_within = (
-            b"",
-            False,
-        )  # what may be the beginning of a comment; whether an event has begun before it
+        self._rest = b""  # what may be the beginning of a comment
+        self._is_within = False  # whether an event has begun before it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.create_task(self._run(SseWriter(send, scope), scope))

@@ -134,8 +134,8 @@ class Loop:
         return 0.0 if began is None else time.monotonic() - began
 
     def _run(self) -> None:
-        aside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with torch.inference_mode(), aside:  # inference: its tensors are those of an engine that was made within it
+        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), on_stream:  # inference: its tensors are those of an engine that was made within it
             self._run_steps()
 
     def _run_steps(self) -> None:
